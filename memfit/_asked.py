@@ -10,7 +10,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from memfit._errors import UsageError
+from memfit.hardware.budget import Budget, budget_for, probe
 from memfit.hardware.catalogue import Card
+from memfit.hardware.exhausted import free_unused
 
 
 def _ignore(run: Any) -> None:
@@ -43,3 +48,23 @@ class PlanReady(BaseException):
 
 ASKED: ContextVar[Asked | None] = ContextVar("memfit_asked", default=None)
 """The current overrides, or None."""
+
+
+def allowed_for(budget: int | float | str | None, device: torch.device, asked: Asked | None) -> tuple[Budget, Card | None]:
+    """Return the budget, and the card if the command line plans for a GPU that is not here. The script's own budget is only for
+    the device that is here."""
+    if asked is None or asked.card is None:
+        if device.type != "cpu":
+            free_unused(device)  # a wrapped model and its run refer to each other, and the cycle keeps memory alive
+        return probe(budget=budget, device=device), None
+    return budget_for(asked.card.as_device(), asked.budget), asked.card
+
+
+def check_not_asked(asked: Asked | None) -> None:
+    """Raise UsageError if memfit is disabled but only the plan was asked for: the script would train to its end."""
+    if asked is not None and asked.stop:
+        raise UsageError(
+            "the plan of this script",
+            found="memfit is switched off in it (enabled=False, or MEMFIT=off in the environment)",
+            next_move="switch it on to see its plan",
+        )

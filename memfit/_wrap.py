@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from memfit._announce import say_plan, tell_of_plans
 from memfit._arguments import (
     check_data,
     check_model,
@@ -21,32 +22,28 @@ from memfit._arguments import (
     check_optimizer,
     check_plan,
     check_sharded,
-    length_of,
     settings_from,
 )
-from memfit._asked import ASKED, Asked, PlanReady
-from memfit._errors import RankFailed, UsageError
+from memfit._asked import ASKED, Asked, PlanReady, allowed_for, check_not_asked
+from memfit._errors import RankFailed
 from memfit._several import BESIDE, Runs, wrap_several
-from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.autotune.settings import Settings
 from memfit.capture.workloads import LossFn
-from memfit.distributed.join import WRAPPING, beginning, beside, check_alike, check_share, start_alike
+from memfit.distributed.join import WRAPPING, agree_to_begin, beginning, beside
 from memfit.distributed.unwrap_ddp import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.engine.step_hooks import hooks_after_steps
-from memfit.hardware.budget import Budget, budget_for, probe, shared_among
-from memfit.hardware.catalogue import Card
-from memfit.hardware.exhausted import free_unused
+from memfit.hardware.budget import probe, shared_among
+from memfit.loading.inner import leftover
 from memfit.loading.iterate import PassedThrough
-from memfit.loading.loader import EffectiveLoader, leftover
+from memfit.loading.loader import EffectiveLoader
 from memfit.loading.pool import planning_pool
 from memfit.modes.script_mode import Script
 from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
-from memfit.reporting.stderr import tell
 from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
 from memfit.runtime.rank_facts import FactsExchange
@@ -159,7 +156,7 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
     check_flag("enabled", enabled)
     asked = ASKED.get()
     if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
-        _check_not_asked(asked)
+        check_not_asked(asked)
         run = Run(model, optimizer, loader, core=None, off="MEMFIT=off in the environment" if enabled else "enabled=False")
         run.plainly(loss_fn, before_step)
         return run
@@ -194,7 +191,7 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
         for run in runs:
             run.undo()
         raise
-    _say(runs[0], loader, target_batch)
+    say_plan(runs[0], loader, target_batch)
     return runs[0]
 
 
@@ -235,10 +232,13 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     shard = settings.shard if plan is None else plan.shard
     check_sharded(shard, ranks)
     if ranks is not None:
-        _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn, settings.precision)
+        refuse_synchronised_norms(model)
+        loss = "none" if loss_fn is None else "given"
+        about = {"loss_fn": loss, "precision": settings.precision}
+        agree_to_begin(ranks, model, optimizer, loader, target_batch=given.target_batch, **about)
         plan = plan if plan is None else plan.on_rank(ranks.rank, ranks.size)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
-    allowed, card = _allowed(given.budget, device, asked)
+    allowed, card = allowed_for(given.budget, device, asked)
     together = 1 if ranks is None else beside(ranks, device)
     allowed = shared_among(allowed, together) if given.budget is None else allowed
     _undo_earlier(given.model, optimizer, keep=BESIDE.get().runs)
@@ -251,7 +251,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     run = Run(given.model, optimizer, None, core=core)
     core.owner = run
     run.script_batch = _script_batch(loader, settings)
-    _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
+    tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
     if isinstance(core.team, Team):
         core.team.exchange(_rank_facts(core, core.team.ranks, run, plan))
@@ -330,23 +330,6 @@ def _script_batch(loader: Any, settings: Settings) -> int | None:
     return None if size is None else size * settings.ranks * settings.script_accumulation
 
 
-def _agree_to_begin(
-    ranks: Ranks,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: Any,
-    target_batch: int | None,
-    loss_fn: LossFn | None,
-    precision: str,
-) -> None:
-    """Check that all ranks have the same arguments, and broadcast rank 0's parameters."""
-    check_share(ranks, target_batch)
-    refuse_synchronised_norms(model)
-    loss = "none" if loss_fn is None else "given"
-    check_alike(ranks, model, optimizer, loader, target_batch=target_batch, loss_fn=loss, precision=precision)
-    start_alike(ranks, model)
-
-
 def _rank_facts(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> FactsExchange:
     """Return the exchange of plans and speeds between ranks. An existing plan for all ranks sets their shares."""
     rank_facts = FactsExchange(core, ranks, run.measured_peak)
@@ -366,43 +349,6 @@ def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
     if core.settings.precision != before:
         prepare()
         core.team.rank_facts.meet(WRAPPING)
-
-
-def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
-    """Set what happens once a plan exists: the command line takes it, or script mode prints one line."""
-    outside = untested(torch.__version__)
-    if outside is not None:
-        core.note("note", outside)
-    if asked is not None:
-        asked.on_wrap(run)
-    if asked is not None and asked.stop:
-        core.in_force.on_plan = partial(_stop, run)
-    elif in_script:
-        core.in_force.on_plan = partial(_announce, core)
-
-
-def _stop(run: Run) -> None:
-    raise PlanReady(run)
-
-
-def _allowed(budget: int | float | str | None, device: torch.device, asked: Asked | None) -> tuple[Budget, Card | None]:
-    """Return the budget, and the card if the command line plans for a GPU that is not here. The script's own budget is only for
-    the device that is here."""
-    if asked is None or asked.card is None:
-        if device.type != "cpu":
-            free_unused(device)  # a wrapped model and its run refer to each other, and the cycle keeps memory alive
-        return probe(budget=budget, device=device), None
-    return budget_for(asked.card.as_device(), asked.budget), asked.card
-
-
-def _check_not_asked(asked: Asked | None) -> None:
-    """Raise UsageError if memfit is disabled but only the plan was asked for: the script would train to its end."""
-    if asked is not None and asked.stop:
-        raise UsageError(
-            "the plan of this script",
-            found="memfit is switched off in it (enabled=False, or MEMFIT=off in the environment)",
-            next_move="switch it on to see its plan",
-        )
 
 
 def _undo_earlier(model: nn.Module, optimizer: Optimizer, keep: Sequence[Run]) -> None:
@@ -449,30 +395,3 @@ def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int 
     if ordered.ragged:
         core.note("note", f"samples differ in size: {said}")
     stepper.prepare(ordered, share)
-
-
-def _say(run: Run, loader: Any, target_batch: int | None) -> None:
-    """Print the plan to stderr, on rank 0 only. stdout stays free for scripts whose output is parsed."""
-    if not run.is_first:
-        return
-    lines = [run.plan.summary()] if run.plan is not None else []
-    before, now = length_of(loader), length_of(run.loader)
-    if before is not None and now is not None and before != now:
-        lines.append(
-            f"the loader now has {now} iterations per epoch, not {before}; schedulers built before were sized by the "
-            "old number"
-        )
-    there = length_of(getattr(loader, "dataset", None))
-    if target_batch is not None and there is not None and target_batch > there:
-        lines.append(f"target_batch={target_batch} exceeds the {there} samples: one batch per epoch")
-    for line in lines:
-        tell(line)
-
-
-def _announce(core: Core) -> None:
-    """Print the plan made inside the first training call. Later plans are events."""
-    assert core.plan is not None
-    core.in_force.on_plan = lambda: None
-    if core.settings.rank == 0:
-        tell(core.plan.summary())
-

@@ -24,6 +24,7 @@ ROOMS = (
     *[tuple(names) for names in DRAWN if "cli" not in names],
     ("_asked", "_hooks", "_values"),
     ("_arguments", "_several"),
+    ("_announce",),
     ("_wrap",),
     ("_verbs",),
     ("__init__",),
@@ -158,6 +159,11 @@ def test_public_names_have_docstrings() -> None:
 @each(MODULES, name=name_of)
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
+
+
+def test_no_file_is_longer_than_four_hundred_lines() -> None:
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: count for name, count in lines.items() if count > 400} == {}
 
 
 @each(MODULES, name=name_of)

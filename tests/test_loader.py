@@ -33,7 +33,8 @@ from torch.utils.data import (
 import memfit
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
-from memfit.loading.loader import BatchInfo, EffectiveLoader, leftover
+from memfit.loading.inner import leftover
+from memfit.loading.loader import BatchInfo, EffectiveLoader
 
 # Python 3.12 warns about forking beside torch's threads; a plain DataLoader forks the same way.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -741,7 +742,7 @@ def test_pinning_is_left_out_where_there_is_no_accelerator(share, collated, work
 
 @pytest.mark.parametrize("collated", [False, True])
 def test_what_is_pinned_is_the_collated_whole(collated, monkeypatch):
-    monkeypatch.setattr("memfit.loading.loader._pinning_works", lambda: True)
+    monkeypatch.setattr("memfit.loading.loader.pinning_works", lambda: True)
     monkeypatch.setattr("memfit.loading.loader.pinned", lambda batch: ("pinned", batch))
     loader = effective(numbers(8, batch_size=2, pin_memory=True), 4, collated)
     batches = list(loader)

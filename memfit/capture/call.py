@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from memfit._errors import Refused
-from memfit.batches.cut import Axis, Layout, cut_samples, cutter
+from memfit.batches.cut import Layout, cutter
 from memfit.batches.entries import Entries
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.split import Split, part_of_split
-from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, with_new_containers
+from memfit.batches.tree import copied_tensors, flat, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Outputs, otherwise
 from memfit.capture.shared_outputs import SharedOutputs
@@ -266,30 +266,6 @@ class Call:
             for each, since in zip(self.calls, before[1]):
                 each._since = since
 
-    def first(self, samples: int, *, backwards: bool = False) -> Call:
-        """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut
-        them). The copies require no gradients, unless `split` makes them."""
-        if self.split is not None:
-            tree, layout = copied_tensors(self.arguments(0, samples)), Layout(self.layout.axes, samples)
-            return Call(
-                self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast, split=self.split
-            )
-        found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
-        copies = {id(leaf): _copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)}
-        tree = rebuild(self.tree, iter([copies[id(leaf)] for leaf in found]))
-        layout = Layout(self.layout.axes, samples)
-        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
-        made.copies = True  # they may be run more than once
-        return made
-
-    def chosen(self, indices: Sequence[int]) -> Call:
-        """Return a call on copies of these samples, in the same modes and autocast. Not for calls that only `split` can cut."""
-        tree = copied_tensors(cut_samples(self.tree, self.layout, indices))
-        layout = Layout(self.layout.axes, len(indices))
-        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
-        made.modes, made.requires, made.copies = self.modes, self.requires, True
-        return made
-
     def output(self, tree: Tree | None = None) -> Any:
         """Run the model on these arguments (None: the call's own) in the call's modes and autocast and the current grad
         mode."""
@@ -411,12 +387,6 @@ class Call:
             if each.shared is not None:
                 each.shared.repeat()
         return self.host_draws.repeated(self.device, self.random)
-
-
-def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
-    if not isinstance(leaf, torch.Tensor) or axis is None:
-        return leaf
-    return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
 
 
 def _are_tensors(tree: Tree) -> bool:

@@ -18,6 +18,7 @@ from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.split import Split
 from memfit.batches.tree import AttributeKey, Path, first_same, flat, is_column, leaves, map_leaves, map_tensors, tensors
 from memfit.capture.call import Call, Tree
+from memfit.capture.call_copies import chosen_samples
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
@@ -119,7 +120,7 @@ def outputs_of(call: Call) -> Outputs:
     """Infers what the model returns for any number of samples of such a call. Raises what the model raises in a real run."""
     few, many = _few(call)
     if few == 1 and call.split is None:  # many models treat a single sample differently, so copies are used
-        call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
+        call, few, many = chosen_samples(call, (0, call.samples - 1, 0)), 2, 3
     try:
         small, large = fake_outputs(call, few, many)
     except TraceFailed:
@@ -195,7 +196,7 @@ def size_that_decides(call: Call, *sizes: int) -> int | None:
         return None
     if call.split is not None:
         sizes = comparable_sizes(lambda samples: call.arguments(0, samples), call.samples, sizes)
-    alike = call if call.split is not None else call.chosen((0, 0, 0))
+    alike = call if call.split is not None else chosen_samples(call, (0, 0, 0))
 
     def prepared(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
         return twin_call(alike, twin, samples)[0].output

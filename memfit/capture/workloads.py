@@ -14,8 +14,8 @@ from memfit.capture.call import Call
 from memfit.capture.expression import Node, Step, leaves_in, used_again
 from memfit.capture.noted_loss import NotedLoss
 from memfit.capture.sample_range import SampleRange
-from memfit.engine.accumulate import wide
 from memfit.engine.compose_state import Composition
+from memfit.engine.totals import wide
 from memfit.engine.weighting import CountOf
 from memfit.levers.precision import precision_applied
 

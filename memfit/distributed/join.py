@@ -39,6 +39,15 @@ def beginning(ranks: Ranks | None) -> Iterator[None]:
     ranks.gather("wrapped", WRAPPING)
 
 
+def agree_to_begin(
+    ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, *, target_batch: int | None, **asked: Any
+) -> None:
+    """Check that all ranks were given the same, and broadcast rank 0's parameters. Raises UsageError on every rank."""
+    check_share(ranks, target_batch)
+    check_alike(ranks, model, optimizer, loader, target_batch=target_batch, **asked)
+    start_alike(ranks, model)
+
+
 def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, **asked: Any) -> None:
     """Raise UsageError on every rank if they were not given the same model, loader and arguments."""
     facts = model_facts(model, optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,8 @@ STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every rank reports of a step before those about its parameters."""
 EXACT = 1e-9
 """Relative tolerance for proportional counts: rounding."""
+APART = 1e-6
+"""Relative difference of the sums of their parameters above which ranks count as different."""
 BITS = 48
 """Booleans per number: what a float64 holds exactly."""
 
@@ -79,6 +81,11 @@ class Stated:
     """Its weights by other ways of weighting that hold on it."""
     reached: tuple[bool, ...]
     """Which parameters received gradients."""
+
+    def by_samples(self, code: int) -> Stated:
+        """Return this report with its part weighted by samples, which is the way `code`."""
+        known = self.way in (None, code)
+        return replace(self, way=code, weight=self.weight if known else self.samples, rivals={})
 
 
 def packed(answers: Sequence[bool]) -> list[float]:
@@ -139,6 +146,41 @@ def share_of(told: Sequence[Stated], rank: int, *, summed: bool, mean: bool, in_
     weights = [each.samples if summed else each.weight for each in told]
     whole = sum(weights)
     return (weights[rank] or float(in_parts)) / whole if whole else 0.0
+
+
+def check_same_step(told: Sequence[Stated]) -> None:
+    """Raise Refused if the ranks are at different steps, run different calls or have different parameters."""
+    numbers = [each.number for each in told]
+    if len(set(numbers)) > 1:
+        raise Refused(
+            "a training step over all processes",
+            found=f"their step counts differ: {', '.join(map(str, numbers))} by rank",
+            next_move="call backward (or run.step) equally often on every process",
+        )
+    calls = [each.calls for each in told]
+    if len({each for each in calls if each}) > 1:
+        raise Refused(
+            "one loss of several calls over all processes",
+            found=f"their processes run {', '.join(map(str, calls))} of the calls together, by rank: some saw what the "
+            "forward moves, which one sample cannot show",
+            next_move="give every process at least two samples of each batch, or pass loss_fn= to memfit.wrap",
+        )
+    torn = [str(rank) for rank, each in enumerate(told) if each.torn]
+    if torn:
+        raise Refused(
+            "training one model over all processes",
+            found=f"optimizer.step() failed on rank {', '.join(torn)} after {numbers[0]} steps, and the script went on: "
+            "parameters there may be partly updated",
+            next_move="let the error end the script and resume from the last saved state",
+        )
+    digests = [each.digest for each in told]
+    if max(digests) - min(digests) > APART * max(1.0, *map(abs, digests)):
+        raise Refused(
+            "training one model over all processes",
+            found=f"after {numbers[0]} steps its parameters are not the same everywhere: some received gradients that were "
+            "not reduced (through own methods of the model, or submodules, called from outside), or other updates",
+            next_move="call the model itself; its forward may call those methods",
+        )
 
 
 def check_rivals(told: Sequence[Stated]) -> None:

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +26,7 @@ from memfit.distributed.rank_reports import (
     Stated,
     are_apart,
     check_rivals,
+    check_same_step,
     is_mean,
     number_of,
     packed,
@@ -35,10 +35,10 @@ from memfit.distributed.rank_reports import (
     upstream_of,
 )
 from memfit.distributed.unwrap_ddp import TakenOver
-from memfit.engine.accumulate import wide
-from memfit.engine.gradients import sparse_parameters
+from memfit.engine.gradients import product, scaled, scaled_part, sparse_parameters
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
+from memfit.engine.totals import wide
 from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.equivalence.weighting_codes import Way, common, way_of, ways_of, weighting_by
 from memfit.hardware.exhausted import retry_on_oom
@@ -50,10 +50,6 @@ OF_SHARES = "each process computes it on its own share, as under DistributedData
 """What happens to computations that need all samples of a batch."""
 LOOKED_AT = 256
 """Number of leading elements of each parameter that ranks compare."""
-APART = 1e-6
-"""Relative difference of their sums above which parameters count as different."""
-
-
 BY_SAMPLES_CODE = way_of(BY_SAMPLES).code
 
 
@@ -147,7 +143,7 @@ class StepReduction:
             told = self._agreed(total, gradients, weighting, divided)
         elif self.overlap is not None:
             done = self.overlap.reduced
-        self._check(told)
+        check_same_step(told)
         if any(each.whole for each in told) and not self.whole:
             raise WholeShares
         if self.reporter is not None:
@@ -157,7 +153,7 @@ class StepReduction:
         if (self.whole or self.unseen) and len({each.way for each in counting}) > 1:
             if told[self.ranks.rank].way not in (None, BY_SAMPLES_CODE):
                 total.weight = float(total.samples)
-            told = counting = [_by_samples(each) for each in told]
+            told = counting = [each.by_samples(BY_SAMPLES_CODE) for each in told]
             weighting = BY_SAMPLES
         if len({each.way for each in counting}) > 1:
             nothing = told[self.ranks.rank].way is None
@@ -169,22 +165,22 @@ class StepReduction:
         rest = [i for i in reached if id(self._parameters[i]) not in done]
         upstream = upstream_of(told, self.ranks.rank)
         if self._staging.parts is not None:
-            self._hand_out_parts(total, _times(total.factor, share), upstream)
+            self._hand_out_parts(total, product(total.factor, share), upstream)
             return None
         if any(not each.reached[i] for each in told for i in rest):
             gradients = self._filled(rest, gradients, half)
-        summed = self._reducer.sum([self._scaled(gradients[i], _times(total.factor, share)) for i in rest])
+        summed = self._reducer.sum([self._scaled(gradients[i], product(total.factor, share)) for i in rest])
         found = {**{i: gradients[i] for i in reached}, **dict(zip(rest, summed))}
         total.gradients = [
             found.get(self._places[id(r)])
             if id(r) in self._places
-            else _scaled(g, share if r.is_leaf else _times(share, upstream))
+            else scaled(g, share if r.is_leaf else product(share, upstream))
             for r, g in zip(total.receivers, total.gradients)
         ]
         # Gradients of inputs are not part of the sum, and still need the factor.
         own = [i for i, r in enumerate(total.receivers) if id(r) not in self._places and total.gradients[i] is not None]
         for i in own:
-            total.gradients[i] = _scaled(total.gradients[i], total.factor)
+            total.gradients[i] = scaled(total.gradients[i], total.factor)
         total.factor = 1.0
         self._steps += 1
         self.share_buffers()
@@ -200,7 +196,7 @@ class StepReduction:
         there = False
         while not there:
             told = self._agreed(nothing, (), BY_SAMPLES, False)
-            self._check(told)
+            check_same_step(told)
             there = all(each.whole for each in told)
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
@@ -221,8 +217,8 @@ class StepReduction:
         total.parts = None
         rest = list(zip(total.receivers, total.gradients))[len(gathered) :]
         total.gradients = [
-            *(_scaled_part(gradient, factor) for gradient in gathered),
-            *(_scaled(g, factor if r.is_leaf else _times(factor, upstream)) for r, g in rest),
+            *(scaled_part(gradient, factor) for gradient in gathered),
+            *(scaled(g, factor if r.is_leaf else product(factor, upstream)) for r, g in rest),
         ]
         total.factor = 1.0
         self._steps += 1
@@ -333,39 +329,6 @@ class StepReduction:
             first = [p.detach().reshape(-1)[:LOOKED_AT].to(torch.float32).sum() for p in self._parameters if p.numel()]
             return number_of(torch.stack([some.cpu() for some in first]).double().sum()) if first else 0.0
 
-    def _check(self, told: Sequence[Stated]) -> None:
-        numbers = [each.number for each in told]
-        if len(set(numbers)) > 1:
-            raise Refused(
-                "a training step over all processes",
-                found=f"their step counts differ: {', '.join(map(str, numbers))} by rank",
-                next_move="call backward (or run.step) equally often on every process",
-            )
-        calls = [each.calls for each in told]
-        if len({each for each in calls if each}) > 1:
-            raise Refused(
-                "one loss of several calls over all processes",
-                found=f"their processes run {', '.join(map(str, calls))} of the calls together, by rank: some saw what the "
-                "forward moves, which one sample cannot show",
-                next_move="give every process at least two samples of each batch, or pass loss_fn= to memfit.wrap",
-            )
-        torn = [str(rank) for rank, each in enumerate(told) if each.torn]
-        if torn:
-            raise Refused(
-                "training one model over all processes",
-                found=f"optimizer.step() failed on rank {', '.join(torn)} after {numbers[0]} steps, and the script went on: "
-                "parameters there may be partly updated",
-                next_move="let the error end the script and resume from the last saved state",
-            )
-        digests = [each.digest for each in told]
-        if max(digests) - min(digests) > APART * max(1.0, *map(abs, digests)):
-            raise Refused(
-                "training one model over all processes",
-                found=f"after {numbers[0]} steps its parameters are not the same everywhere: some received gradients that were "
-                "not reduced (through own methods of the model, or submodules, called from outside), or other updates",
-                next_move="call the model itself; its forward may call those methods",
-            )
-
     def _weigh(self, total: Total, told: Sequence[Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
         """Return (the factor for this rank's gradients, the loss over all ranks)."""
         in_parts = self._staging.parts is not None
@@ -422,29 +385,7 @@ class StepReduction:
         return gradient
 
     def _scaled(self, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
-        return self._patiently(lambda: _scaled(gradient, factor)) if gradient.is_sparse else _scaled(gradient, factor)  # type: ignore[return-value]
+        return self._patiently(lambda: scaled(gradient, factor)) if gradient.is_sparse else scaled(gradient, factor)  # type: ignore[return-value]
 
     def _patiently(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return retry_on_oom(make, self.ranks.device)
-
-
-def _by_samples(told: Stated) -> Stated:
-    """Weigh what a rank stated by samples."""
-    known = told.way in (None, BY_SAMPLES_CODE)
-    return replace(told, way=BY_SAMPLES_CODE, weight=told.weight if known else told.samples, rivals={})
-
-
-def _scaled(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
-    if gradient is None or (isinstance(factor, float) and factor == 1.0):
-        return gradient
-    return gradient * factor if gradient.is_sparse else gradient.mul_(factor)
-
-
-def _scaled_part(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
-    if gradient is not None:
-        gradient.to_local().mul_(factor)  # type: ignore[attr-defined]
-    return gradient
-
-
-def _times(one: Factor, other: Factor) -> Factor:
-    return other if isinstance(one, float) and one == 1.0 else one * other

@@ -20,7 +20,7 @@ from torch import nn
 
 from memfit._errors import Refused
 from memfit.distributed.reduction import StepReduction
-from memfit.engine.accumulate import wide
+from memfit.engine.totals import wide
 from memfit.hardware.exhausted import retry_on_oom
 
 LEVELLING = "gradients that parameters receive outside the forward"

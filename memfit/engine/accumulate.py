@@ -15,20 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
-from memfit.engine.batch_limits import LimitChecks
-from memfit.engine.branches import BranchChecks
 from memfit.engine.call_context import without_autocast
 from memfit.engine.divisors import CLOSE, Divided, read
 from memfit.engine.handover import Factor, Total
-from memfit.engine.idle_sums import IdleSums
 from memfit.engine.known_means import KnownMean, Slopes, Terms, is_only_term, standing_in
+from memfit.engine.pass_checks import PassChecks
 from memfit.engine.staged import Staging
+from memfit.engine.totals import host_number, sum_of, value_of, weighted_sum, wide
 from memfit.engine.weighting import BY_SAMPLES, CountOf, Weighting, WeightsChanged
 from memfit.engine.work import Work, checked_loss
 
 AroundLast = Callable[[Total], AbstractContextManager[None]]
 """Context for the last micro-batch's backward, made from the total without its gradients."""
-_NUMBERS = (torch.float32, torch.float64)
 
 
 class SharesDiffer(Exception):
@@ -113,9 +111,7 @@ class Pass:
         self.chosen: list[Count | None] = []
         self._ahead: list[Count] = []
         self._corrected: list[tuple[Slopes, Factor]] = []
-        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle)
-        self._limits = LimitChecks(weighting.limits, sums=weighting.kind == "sum")
-        self._branches = BranchChecks(weighting.branching)
+        self._divided, self._checks = Divided(weighting.divided), PassChecks(weighting)
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -127,17 +123,15 @@ class Pass:
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
             return  # nothing valid to count: the mean would be 0/0, and 0 * NaN is NaN
-        self._branches.begin()
-        with self._limits.watching(), self._idle.watching():
-            with self._branches.watching():
+        with self._checks.micro_batch():
+            with self._checks.branches():
                 outputs = self._work.forward(inputs)
             del inputs
             loss, weight = self._loss(outputs, stop - start, count, shares)
-        self._branches.end()
         self._work.composition.after_forward()
         del outputs
         self._dtype = self._dtype or loss.dtype
-        self._losses.append(_value(loss))
+        self._losses.append(value_of(loss))
         self._weights.append(weight)
         if self._before_backward is not None:
             self._before_backward(loss)
@@ -152,16 +146,14 @@ class Pass:
         count = None if counting is None else counting(inputs)
         if isinstance(count, (int, float)) and count == 0:
             return
-        self._branches.begin()
-        with self._limits.watching(), self._idle.watching():
-            with self._branches.watching():
+        with self._checks.micro_batch():
+            with self._checks.branches():
                 outputs = self._work.forward(inputs)
             loss, weight = self._loss(outputs, samples, count, None)
-        self._branches.end()
         if isinstance(count, torch.Tensor):
             loss = torch.where(count == 0, torch.zeros_like(loss), loss)  # not NaN, of which zero times were NaN
         self._dtype = self._dtype or loss.dtype
-        self._losses.append(_value(loss))
+        self._losses.append(value_of(loss))
         self._weights.append(weight)
 
     def count_ahead(self, pieces: Sequence[int]) -> None:
@@ -177,7 +169,7 @@ class Pass:
             self.rivals, self.chosen = [], []
             return
         known = iter(read(there, self._work.device, wide(self._work.device)))
-        self._ahead, chosen, *rivals = [[_number(count, known) for count in row if count is not None] for row in rows]
+        self._ahead, chosen, *rivals = [[host_number(count, known) for count in row if count is not None] for row in rows]
         self.chosen, self.rivals = list(chosen), list(zip(*rivals))
 
     @property
@@ -188,7 +180,7 @@ class Pass:
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
-        self._idle, self._limits, self._branches = IdleSums(()), LimitChecks(), BranchChecks(None)
+        self._checks = PassChecks(self._weighting)
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
@@ -203,13 +195,7 @@ class Pass:
         changed = self._divided.changed(*there) or _bent(self._corrected, *there)
         if changed is not None:
             raise WeightsChanged(changed)
-        unshown = self._idle.changed(*there) or self._limits.changed(*there)
-        if unshown is not None:
-            raise WeightsChanged(unshown, unshown=True)
-        branch = self._branches.changed()
-        if branch is not None:
-            what = f"{branch} does not do the same in all micro-batches"
-            raise WeightsChanged(what, unshown=True, differing=self._branches.differing)
+        self._checks.check(*there)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
@@ -252,22 +238,22 @@ class Pass:
         if not self._losses:  # nothing valid to count: the full batch would give 0/0 as well
             return Total(torch.full((), float("nan"), device=device), receivers, gradients, 1.0 / self._scale, weight=0.0)
         share, factor = self._share(exact, device) if self._counts else (1.0, 1.0)
-        value = _weighted_sum(self._losses, self._weights, exact, device) * share
+        value = weighted_sum(self._losses, self._weights, exact, device) * share
         value = value.to(self._dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._dtype)
         whole = Total(value, receivers, gradients, factor / self._scale, weight=self._weight())
         whole.samples = self._work.samples
-        whole.rivals = [_sum(counts) for counts in zip(*self.rivals)]
+        whole.rivals = [sum_of(counts) for counts in zip(*self.rivals)]
         watched = [[term.count for term in terms] for terms in zip(*self.terms)]
-        whole.watched = [*(_sum(counts) for counts in watched), *self._divided.sums()]
+        whole.watched = [*(sum_of(counts) for counts in watched), *self._divided.sums()]
         return whole
 
     def _weight(self) -> Factor:
         """The weight of all micro-batches relative to other ranks' totals."""
-        return _sum(self._counts) if self._counts else float(self._work.samples)
+        return sum_of(self._counts) if self._counts else float(self._work.samples)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """The remaining factors for the sum of the losses and for the gradients."""
-        count = _sum(self._counts)
+        count = sum_of(self._counts)
         # Without a valid entry the loss is 0/0, as for the full batch, but torch's gradient of it is zero. Sharded gradients
         # are those of other ranks and stay.
         nothing = 0.0 if self._staging.parts is None else 1.0
@@ -302,7 +288,7 @@ class Pass:
         return loss, self._by_samples(samples, part) if self._weighting.kind == "samples" else 1.0
 
     def _loss_of(self, outputs: Any) -> torch.Tensor:
-        with self._branches.watching():
+        with self._checks.branches():
             return checked_loss(self._work.loss(outputs))
 
     def _by_samples(self, samples: int, part: float) -> Count | float:
@@ -326,58 +312,6 @@ class Pass:
         self._counts.append(count)
         # An integer tensor divided by a number has the default dtype.
         return (entries.to(wide(self._work.device)) if isinstance(entries, torch.Tensor) else entries) / self._unit
-
-
-def _weighted_sum(
-    losses: Sequence[torch.Tensor | float], weights: Sequence[Count | float], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | float:
-    """Returns a number if all values are on the host, else a tensor on the device, without a synchronization."""
-    by_weight: dict[float, list[torch.Tensor]] = {}
-    counted: list[tuple[torch.Tensor, torch.Tensor]] = []
-    on_host = 0.0
-    for loss, weight in zip(losses, weights):
-        if isinstance(weight, torch.Tensor):
-            there = loss.to(device) if isinstance(loss, torch.Tensor) else torch.full((), loss, dtype=dtype, device=device)
-            counted.append((there, weight.to(device)))
-        elif isinstance(loss, torch.Tensor):
-            by_weight.setdefault(weight, []).append(loss.to(device))
-        else:
-            on_host += loss * weight
-    sums = [torch.stack(found).to(dtype).sum() * weight for weight, found in by_weight.items()]
-    if counted:
-        values, counts = (torch.stack(each).to(dtype) for each in zip(*counted))
-        sums.append(values @ counts)
-    total = sum(sums[1:], sums[0]) if sums else on_host
-    return total + on_host if sums and on_host else total
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """Return the widest floating point dtype of the device."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _value(loss: torch.Tensor) -> torch.Tensor | float:
-    """The detached loss, as a number if it is on the CPU. Clones it out of a large storage: mse_loss and others write their
-    mean into the memory of the unreduced values (aten/src/ATen/native/Loss.cpp)."""
-    value = loss.detach()
-    if type(value) is torch.Tensor and value.device.type == "cpu" and value.dtype in _NUMBERS:
-        return float(value.numpy())
-    return value if value.untyped_storage().nbytes() <= 64 else value.clone()
-
-
-def _sum(counts: Sequence[Count]) -> Count:
-    on_host = sum(count for count in counts if not isinstance(count, torch.Tensor))
-    on_device = [count for count in counts if isinstance(count, torch.Tensor)]
-    if not on_device:
-        return on_host
-    total = torch.stack(on_device).sum()
-    return total + on_host if on_host else total
-
-
-def _number(count: Count, known: Iterator[float]) -> Count:
-    """A count as a number, taken from `known` if it is on a device."""
-    number = next(known) if isinstance(count, torch.Tensor) else count
-    return int(number) if float(number).is_integer() else number
 
 
 def _check_rivals(rivals: list[tuple[Count, ...]], chosen: Sequence[Count | None]) -> None:

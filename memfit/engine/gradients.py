@@ -1,4 +1,4 @@
-"""Gradients as torch.autograd.grad returns them, also of sharded parameters and through reentrant checkpoints."""
+"""Gradients: as torch.autograd.grad returns them, also of sharded parameters and through reentrant checkpoints; scaled."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from memfit.engine.handover import Factor
 from memfit.engine.known_means import leaves_of, nodes_of
 from memfit.engine.modules import modules_of
 
@@ -77,3 +78,22 @@ def sparse_parameters(model: nn.Module) -> list[torch.Tensor]:
 def is_sparse(module: nn.Module) -> bool:
     """Whether a module has sparse gradients."""
     return module.__dict__.get("sparse") is True
+
+
+def scaled(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
+    """Return a gradient times `factor`, in place if it is dense."""
+    if gradient is None or (isinstance(factor, float) and factor == 1.0):
+        return gradient
+    return gradient * factor if gradient.is_sparse else gradient.mul_(factor)
+
+
+def scaled_part(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
+    """Multiply this rank's part of a sharded gradient by `factor`, in place."""
+    if gradient is not None:
+        gradient.to_local().mul_(factor)  # type: ignore[attr-defined]
+    return gradient
+
+
+def product(one: Factor, other: Factor) -> Factor:
+    """Return the product of two factors. Nothing is computed for 1.0 times another."""
+    return other if isinstance(one, float) and one == 1.0 else one * other

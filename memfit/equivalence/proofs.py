@@ -21,6 +21,7 @@ from torch import nn
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, tensors
 from memfit.capture.call import Call
+from memfit.capture.call_copies import chosen_samples
 from memfit.capture.output_leaf import Leaf, name_in, turned
 from memfit.capture.outputs import Outputs
 from memfit.capture.size_dependence import SIZE
@@ -148,7 +149,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
 
 def _twice(call: Call, start: int, stop: int) -> Run:
     """Return what runs these samples twice."""
-    double = call.chosen([*range(start, stop), *range(start, stop)])
+    double = chosen_samples(call, [*range(start, stop), *range(start, stop)])
 
     def run(low: int, high: int) -> object:
         with torch.enable_grad():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from memfit._errors import UsageError
 from memfit.loading.draws import Order
 from memfit.loading.packing import PackingCollate, keep
 from memfit.loading.parts import RankSampler
@@ -25,6 +26,16 @@ def grouping_of(source: DataLoader[Any], share: int | None, collated: bool) -> G
     if type(sampler) is BatchSampler:
         return Grouping(share, drop_last=sampler.drop_last)
     return Grouping(share, whole=True)
+
+
+def check_positive(share: int | None) -> None:
+    """Raise UsageError if effective batches would be empty on this rank."""
+    if share is not None and share < 1:
+        raise UsageError(
+            f"effective batches of {share} samples on this rank",
+            found="an effective batch holds at least one sample",
+            next_move="ask for a target batch of at least the number of processes",
+        )
 
 
 def inner_loader(
@@ -63,6 +74,17 @@ def iterations(source: DataLoader[Any], grouping: Grouping) -> int:
         return _quotient(batches, _quotient(grouping.size, size))
     samples = len(source.dataset if isinstance(source.dataset, IterableDataset) else sampler.sampler)  # type: ignore[arg-type]
     return samples // grouping.size if grouping.drop_last else _quotient(samples, grouping.size)
+
+
+def leftover(source: Any, share: int | None) -> int | None:
+    """Return the samples in the last, smaller effective batch of an epoch (0: there is none); None if not known."""
+    sampler = source.batch_sampler if isinstance(source, DataLoader) else None
+    if type(sampler) is not BatchSampler or isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return 0 if sampler.drop_last else len(sampler.sampler) % (share or sampler.batch_size)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _quotient(total: float, size: float) -> int:

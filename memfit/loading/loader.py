@@ -17,19 +17,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory as pinned
+from torch.utils.data import DataLoader, IterableDataset
 
-from memfit._errors import UsageError
 from memfit.batches.loaded_batch import LoadedBatch
 from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
 from memfit.engine.random_state import HostRandom
 from memfit.loading.common import CommonDraws
 from memfit.loading.draws import Stream, generator_of, keeps_own_order, mixed, peek_seed, seeded, spend_seed
-from memfit.loading.inner import grouping_of, inner_loader, iterations
+from memfit.loading.inner import check_positive, grouping_of, inner_loader, iterations
 from memfit.loading.parts import RankSampler, counts_of, over_all
 from memfit.loading.pieces import Counted, Regrouped, as_counted
+from memfit.loading.pinning import collate_and_pin, pinning_works, with_pinned
 from memfit.loading.position import LoaderPosition, Passage, Start, without_groups, without_items, without_samples
 from memfit.loading.shares import Shares
 from memfit.loading.watch import Watch
@@ -77,7 +76,7 @@ class EffectiveLoader(DataLoader[Any]):
         ranks: Ranks | None = None,
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
-        _check_share(share)
+        check_positive(share)
         source = source.source if isinstance(source, EffectiveLoader) else source
         # Not DataLoader.__init__: copied attributes hold for any torch version or subclass, without a second round of
         # checks and warnings.
@@ -93,7 +92,7 @@ class EffectiveLoader(DataLoader[Any]):
         self._passage: Passage | None = None
         self._resumed: LoaderPosition | None = None
         self._skipped = 0
-        self._pins = source.pin_memory and _pinning_works()
+        self._pins = source.pin_memory and pinning_works()
         self._grouping = grouping_of(source, share, collated)
         self._processes = 1 if ranks is None else ranks.size
         self._drawn = None if ranks is None or share is None else CommonDraws(ranks, tell)
@@ -227,15 +226,7 @@ class EffectiveLoader(DataLoader[Any]):
 
     def misplaced(self, position: LoaderPosition) -> tuple[str, str] | None:
         """Return how `position` differs from this loader, as (there, here); None if it matches."""
-        then, now = position.size, self._together()
-        if then != now:
-            return f"effective batches of {_samples(then)}", f"of {_samples(now)}"
-        then, now = position.samples, self._known_samples()
-        if then != now:
-            return f"epochs of {_samples(then)}", f"of {_samples(now)}"
-        if None not in (position.size, now) and (position.index - 1) * position.size >= now:  # type: ignore[operator]
-            return f"{position.index} batches of an epoch", f"{len(self)}"
-        return None
+        return position.misplaced(self._together(), self._known_samples(), lambda: len(self))
 
     def go_to(self, position: LoaderPosition) -> None:
         """Make the next iteration resume at `position`, or begin its epoch if the place in it is lost."""
@@ -333,14 +324,14 @@ class EffectiveLoader(DataLoader[Any]):
         finish = self._collate if self._collated else self._leave_uncollated
         counts = None if self._division is None else counts_of(self._division, self._samples(), passage.index)
         batches = Regrouped(pieces, self._grouping, partial(finish, passage.epoch), counts, passage.index)
-        return map(_pinned, batches) if self._collated and self._pins else batches
+        return map(with_pinned, batches) if self._collated and self._pins else batches
 
     def _collate(self, epoch: int, index: int, samples: Sequence[Any]) -> Any:
         with self._drawing(epoch, index, 0):
             return self.collate_fn(list(samples))
 
     def _leave_uncollated(self, epoch: int, index: int, samples: Sequence[Any]) -> LoadedBatch:
-        collate_fn = partial(_collate_and_pin, self.collate_fn) if self._pins else self.collate_fn
+        collate_fn = partial(collate_and_pin, self.collate_fn) if self._pins else self.collate_fn
         return LoadedBatch(SampleBatch(samples, collate_fn, drawing=partial(self._drawing, epoch, index)))
 
     def _drawing(self, epoch: int, index: int, first: int) -> AbstractContextManager[None]:
@@ -394,59 +385,8 @@ class _Epoch(Iterator[Any]):
         self._loader._watch.rest()
 
     def _check_order(self) -> None:
-        """Raise UsageError if the resumed epoch has another order than before the interruption."""
-        seen = self._passage.first.seen
-        if any(then != now for then, now in zip(self._first, seen)):
-            raise UsageError(
-                f"resuming at batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
-                found="the loader's sampler draws a different order than then",
-                next_move="call its set_epoch() as in that epoch, if it has one (run.loader.epoch says which); where it draws "
-                "from a generator of its own, load with state['loader']['start'] = None: the epoch then restarts",
-            )
+        self._passage.check_order(self._first)
         self._first = ()
 
     def __len__(self) -> int:
         return len(self._loader) - self._passage.index
-
-
-def _check_share(share: int | None) -> None:
-    if share is not None and share < 1:
-        raise UsageError(
-            f"effective batches of {share} samples on this rank",
-            found="an effective batch holds at least one sample",
-            next_move="ask for a target batch of at least the number of processes",
-        )
-
-
-def leftover(source: Any, share: int | None) -> int | None:
-    """Return the samples in the last, smaller effective batch of an epoch (0: there is none); None if not known."""
-    sampler = source.batch_sampler if isinstance(source, DataLoader) else None
-    if type(sampler) is not BatchSampler or isinstance(source.dataset, IterableDataset):
-        return None
-    try:
-        return 0 if sampler.drop_last else len(sampler.sampler) % (share or sampler.batch_size)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _samples(count: int | None) -> str:
-    return "an unknown number of samples" if count is None else f"{count} samples"
-
-
-def _processes(count: int | None) -> str:
-    return "all processes together" if count is None else f"each of {count} processes"
-
-
-def _pinning_works() -> bool:
-    if not hasattr(torch, "accelerator"):  # before torch 2.6
-        return torch.cuda.is_available()
-    device = torch.accelerator.current_accelerator()
-    return device is not None and torch.accelerator.is_available() and device.type != "mps"  # torch cannot pin for mps
-
-
-def _pinned(counted: Counted) -> Counted:
-    return counted._replace(batch=pinned(counted.batch))
-
-
-def _collate_and_pin(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    return pinned(collate_fn(samples))

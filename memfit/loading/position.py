@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from memfit._errors import UsageError
 from memfit.engine.random_state import HostRandom
 from memfit.loading.draws import Order, draw_seed, generator_of
 
@@ -90,6 +91,16 @@ class Passage:
     ended: bool = False
     first: First = field(default_factory=First)
 
+    def check_order(self, expected: Sequence[str]) -> None:
+        """Raise UsageError if the first indices are not those of the interrupted epoch that it resumes (their hashes)."""
+        if any(then != now for then, now in zip(expected, self.first.seen)):
+            raise UsageError(
+                f"resuming at batch {self.index} of epoch {self.epoch}, which was interrupted",
+                found="the loader's sampler draws a different order than then",
+                next_move="call its set_epoch() as in that epoch, if it has one (run.loader.epoch says which); where it draws "
+                "from a generator of its own, load with state['loader']['start'] = None: the epoch then restarts",
+            )
+
 
 @dataclass(frozen=True)
 class LoaderPosition:
@@ -115,6 +126,17 @@ class LoaderPosition:
     """What the epoch in progress is drawn from; None between epochs."""
     first: tuple[str, ...]
     """Hashes of its first indices, which identify its order."""
+
+    def misplaced(self, size: int | None, samples: int | None, batches: Callable[[], int]) -> tuple[str, str] | None:
+        """Return how it differs from a loader of effective batches of `size` samples and epochs of `samples` (None: unknown),
+        as (there, here); None if it matches. `batches` counts that loader's batches."""
+        if self.size != size:
+            return f"effective batches of {_samples(self.size)}", f"of {_samples(size)}"
+        if self.samples != samples:
+            return f"epochs of {_samples(self.samples)}", f"of {_samples(samples)}"
+        if size is not None and samples is not None and (self.index - 1) * size >= samples:
+            return f"{self.index} batches of an epoch", f"{batches()}"
+        return None
 
     def written(self) -> dict[str, Any]:
         """Return it as tensors, numbers, texts, lists and dictionaries."""
@@ -170,6 +192,10 @@ def _after_a_seed() -> torch.Tensor:
     twin.set_state(torch.get_rng_state())
     draw_seed(twin)
     return twin.get_state()
+
+
+def _samples(count: int | None) -> str:
+    return "an unknown number of samples" if count is None else f"{count} samples"
 
 
 def _count(value: Any, least: float = 0) -> int:

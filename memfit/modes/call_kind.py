@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.autotune.active_plan import Planned
 from memfit.batches.cut import Layout
-from memfit.batches.shapes import Shapes
+from memfit.batches.shapes import Shapes, no_larger
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
@@ -16,6 +16,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.equivalence.findings import Findings
 from memfit.equivalence.weighting_codes import agree
+from memfit.modes.pending_calls import UNDERWAY
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 
@@ -75,6 +76,10 @@ class CallKind:
     def composition(self) -> Composition:
         """How the state that its forward moves is composed over micro-batches."""
         return self.findings.composition
+
+    def is_known_whole(self, samples: int, shapes: Shapes) -> bool:
+        """Whether such a call is known to run whole beside the whole calls that wait for their backward."""
+        return samples <= self.whole and UNDERWAY.whole <= self.beside and no_larger(shapes, self.shapes)
 
     def agrees_with(self, other: CallKind, shapes: Shapes) -> bool:
         """Whether a proof on a call of these shapes found the same of `other`."""

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from memfit._errors import MemfitError, first_line
 from memfit.autotune.active_plan import Planned
 from memfit.autotune.task import Task
-from memfit.batches.cut import Layout, shared_samples, uncuttable
-from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
+from memfit.batches.cut import shared_samples, uncuttable
+from memfit.batches.shapes import Shapes, no_larger
 from memfit.capture.call import Call, Tree
 from memfit.capture.consumers import Consumer
-from memfit.capture.earlier_graphs import refuse_earlier_graphs_of
 from memfit.capture.find_side_outputs import FoundDoors
-from memfit.capture.infer_layout import outputs_of, ways_to_cut
-from memfit.capture.outputs import Otherwise, Outputs
+from memfit.capture.infer_layout import ways_to_cut
+from memfit.capture.outputs import Otherwise
 from memfit.capture.side_outputs import Door, Doorway
-from memfit.engine.asked_numbers import Expected, Notes, is_asked_of
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.branches import Act
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.planning_scope import reaching
-from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
@@ -36,9 +32,9 @@ from memfit.hardware.exhausted import is_out_of_memory, said_by
 from memfit.modes.call_kind import CallKind
 from memfit.modes.call_plans import OWN_LOSS, CallPlans
 from memfit.modes.call_proofs import Prover
-from memfit.modes.call_signatures import Recognised, Signatures
+from memfit.modes.call_signatures import Signatures
+from memfit.modes.call_variants import CallVariants, not_repeated
 from memfit.modes.first_calls import FirstCalls
-from memfit.modes.pending_calls import UNDERWAY
 from memfit.modes.whole_calls import UncutCalls
 from memfit.planning.search import Demand
 from memfit.runtime.core import Core
@@ -55,8 +51,7 @@ class CallKinds:
         self._core, self._prover = core, Prover(core)
         self._signatures = Signatures(core)
         self._kinds = self._signatures.kinds
-        self._variants: defaultdict[Hashable, Variants] = defaultdict(Variants)
-        self._attributes: Attributes
+        self._variants = CallVariants(core, self._signatures, self._prover)
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._uncut = UncutCalls(core)
         self._plans = CallPlans(core)
@@ -82,16 +77,16 @@ class CallKinds:
         """Return (the call of method `name` if it has to be cut, else None; its number of samples, if known). `hint`: samples
         in the loader's batch; `attributes`: the model's."""
         self._plans.opens()
-        self._attributes = attributes
+        self._variants.attributes = attributes
         try:
             with without_saved_tensors_hooks(), reaching(tree):
                 try:
                     return self._through_doors(name, plain, tree, hint)
                 except Otherwise:  # the call is of another kind
-                    self._kinds.pop(self._current(name, tree, hint).key, None)
+                    self._kinds.pop(self._variants.current(name, tree, hint).key, None)
                     return self._through_doors(name, plain, tree, hint)
         except Exception as error:
-            found = self._current(name, tree, hint)
+            found = self._variants.current(name, tree, hint)
             samples = found.samples if found.samples is not None else next(iter(self._signatures.samples(tree, hint)), None)
             with without_saved_tensors_hooks(), reaching(tree):
                 if self._uncut.accept(found.key, plain, tree, samples, error):
@@ -103,12 +98,12 @@ class CallKinds:
     ) -> Call | None:
         """Return the call to be cut after it ran out of memory as a whole. None if that would train something else: it cannot
         be cut, or its first run left side effects."""
-        core, found = self._core, self._current(name, tree, hint)
+        core, found = self._core, self._variants.current(name, tree, hint)
         if found.kind is None or found.samples is None or found.samples < 2 or core.settings.whole:
             return None
         found.kind.whole, found.kind.too_many = 0, found.samples
         self._plans.reopens()
-        call, _ = self.to_cut(name, plain, tree, hint, self._attributes)
+        call, _ = self.to_cut(name, plain, tree, hint, self._variants.attributes)
         if call is None or call.composition.moved or call.copies:
             return None
         core.planner.measurer.ran_out(found.samples)
@@ -138,7 +133,7 @@ class CallKinds:
     def _to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        found = self._current(name, tree, hint, plain)
+        found = self._variants.current(name, tree, hint, plain)
         key, samples = found.key, found.samples
         if self._uncut.covers(key, tree):
             return None, samples if samples is not None else next(iter(self._signatures.samples(tree, hint)), None)
@@ -147,11 +142,11 @@ class CallKinds:
         elif key in self._firsts.untrained:
             return None, None
         else:
-            graphs = self._attributes.have_graphs()
-            self._attributes.forget()
+            graphs = self._variants.attributes.have_graphs()
+            self._variants.attributes.forget()
             call, samples = self._firsts.meet(key, plain, tree, hint, graphs=graphs)
             if call is not None and key in self._kinds:
-                self._look_at_state(self._kinds[key])
+                self._variants.look_at_state(self._kinds[key])
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
             call.host_draws = self._core.accumulator.host_draws
@@ -161,102 +156,14 @@ class CallKinds:
     def _compose(self, call: Call) -> None:
         """Give a call the composition of the state that its kind moves."""
         kind = self._kinds[call.key]
-        watch = partial(UnseenMoves, self._attributes, call.model) if kind.findings.branching is not None else None
+        watch = partial(UnseenMoves, self._variants.attributes, call.model) if kind.findings.branching is not None else None
         call.composition = kind.composition.afresh(watch)
-        call.composition.expected = self._expected(call.key, kind)
+        call.composition.expected = self._variants.expected(call.key, kind)
 
     def _drop(self, keys: Iterable[tuple[Any, ...]]) -> None:
         """Forget these kinds."""
         for key in keys:
             self._kinds.pop(key, None)
-
-    def _current(self, name: str, tree: Tree, hint: int | None, plain: Callable[..., Any] | None = None) -> Recognised:
-        """Return a call's kind and its number of samples, under the numbers that the forward may branch on. `plain` is run to
-        tell what new ones change."""
-        found = self._signatures.recognise(name, tree, hint)
-        kind = found.kind
-        if kind is not None and _runs_whole(kind, found.samples or 0, found.shapes):
-            return found
-        variants = self._variants[found.key]
-        moved = frozenset[tuple[Any, ...]]() if kind is None else kind.composition.keys
-        numbers = self._attributes.numbers(moved)
-        if plain is not None and found.samples and kind is not None and kind.proven is not None:
-            if wanted := variants.unasked(numbers):
-                variants.learn(wanted, self._asked(kind, plain, tree, found, wanted))
-                numbers = self._attributes.numbers(moved)
-        variant = variants.of(numbers)
-        if variant is None and plain is not None:
-            variant = variants.choose(numbers, lambda each: self._does_the_same(found, each, plain, tree))
-        key = _of_variant(found.key, variant or 0)
-        if key == found.key:
-            return found
-        kind = self._kinds.get(key)
-        samples = _samples_of(kind, found, tree)
-        return Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
-
-    def _look_at_state(self, kind: CallKind) -> None:
-        """Have a kind proven again if the script has replaced what its forward moves something in."""
-        if kind.composition.moved and kind.composition.is_elsewhere(self._attributes.numbers(kind.composition.keys).held):
-            kind.proven = None
-
-    def _asked(
-        self, kind: CallKind, plain: Callable[..., Any], tree: Tree, found: Recognised, wanted: Iterable[Hashable]
-    ) -> Mapping[Hashable, Notes]:
-        """Return what the forward asks of the numbers at these places."""
-        assert found.samples
-        places = self._attributes.places(wanted)
-        call = self._call_of(kind, plain, tree, found.samples, found.shapes)
-        self._attributes.forget()
-        return self._prover.asks(call, places)
-
-    def _expected(self, key: tuple[Any, ...], kind: CallKind) -> Expected | None:
-        """Return what calls that wait, and move the same counters, may not have changed when this one runs. None if it moves no
-        counter that decides something, as far as it has been asked."""
-        if not kind.composition.moved:
-            return None
-        variants, moved = self._variants[_without_variant(key)], self._attributes.numbers(kind.composition.keys).moved
-        questions = {place: asked for place, asked in variants.questions.items() if place in moved}
-        unknown = any(is_asked_of(value) and not variants.has_asked(place) for place, value in moved.items())
-        return Expected(self._attributes.places(questions), questions) if questions or unknown else None
-
-    def _does_the_same(
-        self, found: Recognised, variant: int, plain: Callable[..., Any], tree: Tree
-    ) -> bool | None:
-        """Return whether calls of this variant return the same outputs under other numbers, and may be cut alike. None: a call
-        of one sample does not tell."""
-        kind = self._kinds.get(_of_variant(found.key, variant))
-        samples = _samples_of(kind, found, tree)
-        if kind is None or kind.proven is None or not samples:
-            return True
-        if samples < 2:
-            return None
-        shapes = shapes_per_sample(tree, kind.layout, samples)
-        call, graphs = self._call_of(kind, plain, tree, samples, shapes), self._attributes.have_graphs()
-        self._attributes.forget()
-        known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={}, findings=replace(kind.findings))
-
-        def same() -> bool:
-            if graphs:
-                refuse_earlier_graphs_of(call)  # (a proof would run their backward)
-            settled = outputs_of(call).settled_like(known)
-            call.outputs = kind.outputs_of(call, shapes)
-            if settled is None or not settled.looks_like(call.outputs):
-                return False
-            return self._prover.prove(trial, call, shapes) is None and kind.agrees_with(trial, shapes)
-
-        try:
-            return surviving(same, self._core.device, self._not_repeated)
-        except Exception as error:
-            if strict() and is_fault(error):
-                raise
-            return False
-
-    def _not_repeated(self, text: str) -> Literal[True]:
-        """Note that a proof ran out of memory."""
-        self._core.events.add(
-            self._core.steps, "out of memory", f"the proof that samples do not mix was not repeated ({text})"
-        )
-        return True
 
     def task(self, plain: Callable[..., Any], tree: Tree) -> Task:
         """Return the task to profile for a call with these arguments, whole or cut."""
@@ -382,11 +289,11 @@ class CallKinds:
         if samples == 0:
             return None
         fits = no_larger(shapes, kind.shapes)
-        if _runs_whole(kind, samples, shapes):
+        if kind.is_known_whole(samples, shapes):
             return None
-        core, call = self._core, self._call_of(kind, plain, tree, samples, shapes)
+        core, call = self._core, self._signatures.call_of(kind, plain, tree, samples, shapes)
         call.outputs = kind.outputs_of(call, shapes)
-        self._look_at_state(kind)
+        self._variants.look_at_state(kind)
         if not fits:
             self._plans.grew(kind, call, shapes)
         if core.team.alone and self._plans.runs_whole(kind, call):
@@ -396,41 +303,16 @@ class CallKinds:
             self._prove_known(kind, call, shapes)
         return call
 
-    def _call_of(self, kind: CallKind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes) -> Call:
-        layout = Layout(kind.layout.axes, samples)
-        split = self._signatures.split(tree, samples)
-        call = Call(self._core.model, plain, tree, layout, Outputs(None, ()), self._core.device, split=split)
-        call.copies, call.shapes = kind.writes_input, shapes
-        return call
-
     def _prove_known(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
         """Prove a kind that always ran whole, or repeat its proof on a later batch. Raises Refused."""
         core, again = self._core, kind.proven is not None
-        self._attributes.forget()
+        self._variants.attributes.forget()
         if again:
-            deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, self._not_repeated)
+            deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, partial(not_repeated, core))
             deviation = None if deviation is True else deviation
             kind.prove_at = core.steps if kind.mute else PROVE_AGAIN * core.steps
         else:
             deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
-        self._look_at_state(kind)
-
-
-def _samples_of(kind: CallKind | None, found: Recognised, tree: Tree) -> int | None:
-    """How many samples a call of this kind has."""
-    return found.samples if kind is None or not kind.layout.cuts else samples_by(tree, kind.layout)
-
-
-def _runs_whole(kind: CallKind, samples: int, shapes: Shapes) -> bool:
-    """Whether such a call is known to run whole beside the whole calls that wait for their backward."""
-    return samples <= kind.whole and UNDERWAY.whole <= kind.beside and no_larger(shapes, kind.shapes)
-
-
-def _of_variant(key: tuple[Any, ...], variant: int) -> tuple[Any, ...]:
-    return (*key, "variant", variant) if variant else key
-
-
-def _without_variant(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    return key[:-2] if key[-2:-1] == ("variant",) else key
+        self._variants.look_at_state(kind)

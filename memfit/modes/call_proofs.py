@@ -19,6 +19,7 @@ from memfit._units import format_bytes
 from memfit.batches.cut import cut, shares_samples
 from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
+from memfit.capture.call_copies import chosen_samples, first_samples
 from memfit.capture.find_side_outputs import look_for_side_doors
 from memfit.capture.infer_layout import size_that_decides
 from memfit.capture.size_dependence import FEW, SIZE
@@ -183,21 +184,21 @@ class Prover:
         `kind` differed in what they do, some of these samples do that, and some do not."""
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
-            return call.first(few)
+            return first_samples(call, few)
         there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
         if kind is not None and kind.findings.differing:
             marks = self._act_marks(kind, call, there, few)
         else:
             marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
-        return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
+        return chosen_samples(call, [there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
 
     def _act_marks(self, kind: CallKind, call: Call, there: Sequence[int], few: int) -> list[Marks]:
         """Return what of that in which micro-batches differed these samples do, as marks."""
-        aside, some = partial(comparable, call.model, call.device), frozen_norms(call.chosen(there[:few]))
+        aside, some = partial(comparable, call.model, call.device), frozen_norms(chosen_samples(call, there[:few]))
         with self._core.staging.swapped(), torch.enable_grad():
             marks_of = kind.findings.marks_of(partial(some.run, some.arguments(0, few)), aside, call.device)
             with aside():
-                alone = [frozen_norms(call.chosen([i])) for i in there]
+                alone = [frozen_norms(chosen_samples(call, [i])) for i in there]
                 return [marks_of(partial(each.run, each.arguments(0, 1))) for each in alone]
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.batches.cut import common_size, second_size, shared_samples
+from memfit.batches.cut import Layout, common_size, second_size, shared_samples
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, samples_by, shapes_per_sample
 from memfit.batches.split import Split
 from memfit.batches.tree import tensors
-from memfit.capture.call import Tree
+from memfit.capture.call import Call, Tree
 from memfit.capture.infer_layout import look_of, structure_of
+from memfit.capture.outputs import Outputs
 from memfit.modes.call_kind import CallKind
 from memfit.runtime.core import Core
 
@@ -87,6 +88,14 @@ class Signatures:
         """Return what cuts these arguments, if it is not the dimensions of their tensors."""
         given = self._core.split
         return given if given is not None or samples_in_lists(tree, hint) is None else cut_lists
+
+    def call_of(self, kind: CallKind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes) -> Call:
+        """Return a call of a known kind. What its outputs are is left open."""
+        layout = Layout(kind.layout.axes, samples)
+        split = self.split(tree, samples)
+        call = Call(self._core.model, plain, tree, layout, Outputs(None, ()), self._core.device, split=split)
+        call.copies, call.shapes = kind.writes_input, shapes
+        return call
 
 
 def _has_dimension(tree: Tree, size: int) -> bool:

@@ -6,7 +6,6 @@ leave the forward in another way than its output (detected and refused).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,20 +52,21 @@ class Script:
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds = CallKinds(core)
         self._passes = ScriptPasses(core, self._kinds, batch_samples, self._about_to_hand_over)
-        self._evaluations = Evaluations(core, self._passes.aside)
+        self._waiting = self._passes.waiting
+        self._evaluations = Evaluations(core, self._waiting.aside)
         core.on_forget.append(self._kinds.forget)
         core.on_parameters.append(self._kinds.rebuild)
         self.outside = OutsideForward(core.model, core.tell)
 
     def aside(self) -> AbstractContextManager[None]:
         """Return the context manager in which calls of the model are not intercepted."""
-        return self._passes.aside()
+        return self._waiting.aside()
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method."""
-        if self._passes.busy:
+        if self._waiting.busy:
             return plain(*args, **kwargs)
-        self._passes.release_state()
+        self._waiting.release_state()
         self.outside.called()
         inside = transforming()
         if inside is not None:
@@ -82,12 +82,10 @@ class Script:
         core.caches.trains()
         given = args, kwargs
         args, kwargs = _all_computed(given)  # inputs may be outputs of another call
-        if any(call.composition.expected is not None and call.waits for call in self._passes.waiting):
-            with self._passes.aside():
-                self._passes.run_earlier()  # they move counters, which may decide what this one does
-        self._passes.reads.roots.add(name)
-        attributes = Attributes(modules_of(core.model), self._passes.reads, (), flat((args, kwargs)))
-        with self._passes.aside(), self._core.team.announcing():
+        self._waiting.run_counters()
+        self._waiting.reads.roots.add(name)
+        attributes = Attributes(modules_of(core.model), self._waiting.reads, (), flat((args, kwargs)))
+        with self._waiting.aside(), self._core.team.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples(), attributes)
             self.samples_seen += samples or 0
             if call is None:
@@ -102,17 +100,17 @@ class Script:
             self._core.team.rest()
         call.detach_from_script(attributes.at_call())
         self._say_backward_hooks()
-        self._passes.waiting.add(call)
+        self._waiting.calls.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then
             core.tell("the forward writes into its input: it runs at the call, and again for gradients")
-            with self._passes.aside(), call.writing_arguments():
+            with self._waiting.aside(), call.writing_arguments():
                 self._passes.compute_values(call)
         for place in call.composition.trained[:1]:  # the script may read it, so all samples must have written it
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
-            with self._passes.aside():
+            with self._waiting.aside():
                 self._passes.compute_values(call)
         made = through(call.plain, stand_ins(self._passes, call), given)
-        self._passes.await_state(call)
+        self._waiting.await_state(call)
         return made
 
     def _say_backward_hooks(self) -> None:
@@ -122,12 +120,12 @@ class Script:
 
     def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method that computes no gradients of the model."""
-        if self._passes.busy:
+        if self._waiting.busy:
             return plain(*args, **kwargs)
         given = args, kwargs
         args, kwargs = _all_computed(given)
-        self._passes.run_earlier()
-        with self._passes.going_through(), also_in(given, (args, kwargs)):
+        self._waiting.run_earlier()
+        with self._waiting.going_through(), also_in(given, (args, kwargs)):
             output = self._evaluations.answer(name, plain, args, kwargs)
         self._core.caches.evaluated()
         return output
@@ -135,7 +133,7 @@ class Script:
     def _whole_or_cut(self, name: str, plain: Callable[..., Any], tree: Tree) -> tuple[Any, Call | None]:
         """Return (output of a call that runs whole, None), or (None, call to cut) if it runs out of memory."""
         core, (args, kwargs) = self._core, tree
-        self._passes.run_earlier()
+        self._waiting.run_earlier()
         UNDERWAY.make_room(None)
         if not core.team.alone:
             return self._whole_of_all(lambda: plain(*args, **kwargs)), None
@@ -184,12 +182,7 @@ class Script:
 
     def stepping(self, *_: object) -> None:
         """Handle the start of an optimizer step: compute unused outputs with the parameters before the step."""
-        for call in list(self._passes.waiting):
-            if not call.pieces and call.values is None and any(isinstance(s, LazyTensor) for s in call.standins):
-                self._passes.values(call)
-        self._passes.run_earlier()
-        self._passes.waiting = weakref.WeakSet()
-        self._passes.await_state()
+        self._waiting.end()
         self._passes.losses.before_step()
 
     def stepped(self) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from memfit.autotune.task import LOSS_BOUND
 from memfit.autotune.tuner import Tuner
 from memfit.batches.pieces import sizes
 from memfit.capture.call import Call
+from memfit.capture.call_copies import first_samples
 from memfit.capture.consumers import AllOutputs, Consumer, Expression
 from memfit.capture.expression import Node, Step, Sum, Term, as_factor, leaves_in, name_of
 from memfit.capture.joint_call import joint
@@ -27,21 +27,16 @@ from memfit.capture.replay import Replay
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
 from memfit.engine.batch_dependent import BatchDependent
-from memfit.engine.call_attributes import CallAttributes
-from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
-from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Factor, Total, graph_is_kept, hand_over
-from memfit.engine.modules import modules_of
-from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
 from memfit.engine.work import Work
-from memfit.modes.awaited_state import AwaitedState
 from memfit.modes.call_kinds import CallKinds
 from memfit.modes.call_plans import OWN_LOSS
 from memfit.modes.failed_passes import FailedPasses
 from memfit.modes.kept_outputs import waiting_losses, worth_keeping
 from memfit.modes.losses_over_ranks import LossesOverRanks
 from memfit.modes.pending_calls import UNDERWAY
+from memfit.modes.waiting_calls import WaitingCalls
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
 
 REPLAY = AllOutputs()
@@ -50,8 +45,8 @@ BY_SHARE = Weighting("share", "as what they add to the whole")
 
 
 class ScriptPasses:
-    """What lazy tensors ask for (`lazy_tensor.Owner`). `busy`: memfit itself runs the model; `waiting`: calls whose outputs are
-    not computed yet, or may be used again."""
+    """What lazy tensors ask for (`lazy_tensor.Owner`). `waiting`: calls whose outputs are not computed yet, or may be used
+    again."""
 
     def __init__(
         self,
@@ -60,65 +55,13 @@ class ScriptPasses:
         batch_samples: Callable[[], int | None],
         about_to_hand_over: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
-        self.waiting: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.busy = False
         self._core, self._kinds, self._batch_samples = core, kinds, batch_samples
         self._about_to_hand_over = about_to_hand_over
-        self.losses = self._losses = LossesOverRanks(core, batch_samples, lambda: self.busy)
+        self.waiting = WaitingCalls(core, self.compute_values)
+        self.losses = self._losses = LossesOverRanks(core, batch_samples, lambda: self.waiting.busy)
         self._results = ResultShapes()
-        self.reads = ForwardReads()
-        self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
-        self._with_state: list[Call] = []  # waits even if the script drops its output
-        self._failed = FailedPasses(core, kinds, self.aside, self._run_whole)
-        self._awaited = AwaitedState(core.model, self._run_for_state, lambda: self.busy)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Do not intercept calls of the model, as memfit makes them itself."""
-        # A script may read an output, which runs the model, in either of these.
-        with self.going_through(), outside_transforms(), without_inference_mode():
-            yield
-
-    @contextmanager
-    def _in_pass(self, call: Call) -> Iterator[None]:
-        """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
-        do not see theirs, which are not part of the script's graph."""
-        with self.aside(), call.as_called(), without_saved_tensors_hooks():
-            try:
-                with self._telling_others(call):
-                    yield
-            except BaseException:
-                self._with_state.clear()  # what failed is not run again because somebody reads what it left
-                self._awaited.release()
-                raise
-        self.await_state()
-
-    @contextmanager
-    def _telling_others(self, call: Call) -> Iterator[None]:
-        """Context in which a call runs: others that wait take over what it leaves in attributes."""
-        others = [other for other in self.waiting if other.attributes is not None and other not in call.calls]
-        before = CallAttributes(modules_of(call.model), self.reads) if others else None
-        yield
-        written = before.written() if before is not None else []
-        for other in others if written else ():
-            assert other.attributes is not None
-            other.attributes.accept(written)
-
-    @contextmanager
-    def going_through(self) -> Iterator[None]:
-        """Context in which calls of the model go through. What is written there, the script has not written."""
-        before, self.busy = self.busy, True
-        waiting = [call for call in self.waiting if call.attributes is not None and not before]
-        found = [call.attributes.contents for call in waiting if call.attributes is not None]
-        for call, contents in zip(waiting, found):
-            contents.look(call.composition.keys)
-        try:
-            yield
-        finally:
-            self.busy = before
-            for contents in found:
-                contents.accept_writes()
+        self._failed = FailedPasses(core, kinds, self.waiting.aside, self._run_whole)
 
     def receivers(self, call: Call) -> list[torch.Tensor]:
         """Return the tensors that gradients of the call's outputs flow into."""
@@ -201,76 +144,22 @@ class ScriptPasses:
                 try:
                     return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
                 except WeightsChanged:
-                    with self.aside():
+                    with self.waiting.aside():
                         self._kinds.prove_again(call)  # raises if the result is the same
 
     def values(self, call: Call) -> list[Any]:
         """Return the joined output leaves, computed on first use."""
-        if call.values is None:
-            self._say_where(call)
-            self.compute_values(call)
+        self.waiting.run(call)
         assert call.values is not None
         return call.values
 
     def compute_values(self, call: Call) -> None:
         """Compute the output leaves."""
-        self._after_earlier(call)
-        with self._core.team.announcing(), self._in_pass(call), torch.enable_grad():
+        self.waiting.run_before(call)
+        with self._core.team.announcing(), self.waiting.in_pass(call), torch.enable_grad():
             self._first_pass(call)
             self._core.team.rest(alone=True)
-        self._ran(call)
-
-    def _after_earlier(self, call: Call) -> None:
-        """Run earlier forwards with side effects first, as these run in the order of their calls."""
-        if call.composition.moved:
-            self.run_earlier(min(each.number for each in call.calls))
-
-    def await_state(self, call: Call | None = None) -> None:
-        """Watch what the calls that wait will leave on modules, so that the script reads no older state. A `call` that leaves
-        state elsewhere, where nobody can watch it, runs now."""
-        if call is not None and call.composition.moved:
-            self._with_state.append(call)
-        self._with_state = [each for each in self._with_state if each.waits]
-        if self._awaited.watch(each.composition.moved for each in self._with_state) or call is None:
-            return
-        self._core.tell("the forward leaves state outside of the model's modules: it runs at the call, and again for gradients")
-        with self.aside():
-            self.compute_values(call)
-
-    def release_state(self) -> None:
-        """Stop watching, as the model is about to run."""
-        self._awaited.release()
-
-    def _run_for_state(self) -> None:
-        for call in self._with_state:
-            self._say_where(call, "state that the forward leaves")
-        with self.aside():
-            self.run_earlier()
-
-    def run_earlier(self, first: float = math.inf) -> None:
-        """Run the forwards of calls before `first` that have side effects."""
-        for earlier in sorted(self.waiting, key=lambda each: each.number):
-            if earlier.number < first and earlier.waits and earlier.composition.moved:
-                self.values(earlier)
-
-    def _ran(self, call: Call) -> None:
-        """Note the end of a pass. Its forwards may have written inputs and parameters."""
-        if written := call.ran():
-            for other in list(self.waiting):
-                other.accept(written)
-        first = min(each.number for each in call.calls)
-        for other in self.waiting if call.composition.moved else ():
-            if other.number < first and not other.waits:
-                other.composition.add_later(call.composition)
-
-    def _say_where(self, call: Call, what: str = "values of an output") -> None:
-        """Tell the user which line makes the forward run once more."""
-        line = line_of_script()
-        if not call.samples or line in self._lines or self._core.settings.rank:
-            return
-        self._lines.add(line)
-        when = "after" if call.gathered else "before"
-        self._core.note("note", f"{line} reads {what} {when} its loss ran: the forward runs again for them")
+        self.waiting.ran(call)
 
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
@@ -280,7 +169,7 @@ class ScriptPasses:
         def attempt(largest: int) -> None:
             call.kept.clear()
             if next(tries):
-                self._ran(call)  # up to where memory ran out
+                self.waiting.ran(call)  # up to where memory ran out
                 call.undo_writes()
             if not repeated:
                 call.forget_pass()
@@ -324,7 +213,7 @@ class ScriptPasses:
         def attempt(largest: int) -> Total:
             if next(tries):  # after out of memory: free what is kept, so that it can be cut further, too
                 call.kept.clear()
-                self._ran(call)  # up to where memory ran out
+                self.waiting.ran(call)  # up to where memory ran out
             core.accumulator.prepare(len(call.pieces))
             weight = self._losses.own_weight(call.samples)
             factor = core.staging.relative_to(weight)
@@ -336,12 +225,12 @@ class ScriptPasses:
             value = torch.zeros((), device=core.device)
             return Total(value, receivers, staged, factor, weight=weight, samples=call.samples, unseen=True)
 
-        with self.aside(), core.team.announcing(), call.as_called():
+        with self.waiting.aside(), core.team.announcing(), call.as_called():
             largest = max(call.pieces) if call.whole is None else 1  # it is not cut further where memory runs out
             with core.team.computing(again=True):
                 total = attempt(largest) if core.staging.parts is not None else core.accumulator.recovery.run(attempt, largest)
             self._losses.combine(total, BY_SAMPLES)
-        self._ran(call)
+        self.waiting.ran(call)
         settle_looks(call.calls)
         return total
 
@@ -364,11 +253,11 @@ class ScriptPasses:
         as a mean among the ranks."""
         core, first, total = self._core, not call.pieces, None
         if first:
-            self._after_earlier(call)
+            self.waiting.run_before(call)
         call.kept.clear()  # accumulation runs its own forwards
         self._gathers(call)
         try:
-            with self._in_pass(call), nullcontext() if first else call.drawing_again():
+            with self.waiting.in_pass(call), nullcontext() if first else call.drawing_again():
                 try:
                     total = self._pass(call, consumer, weighting, first)
                 except WeightsChanged as changed:
@@ -421,9 +310,9 @@ class ScriptPasses:
         return found
 
     def _run_whole(self, call: Call) -> None:
-        with self.aside(), self._telling_others(call):
+        with self.waiting.aside(), self.waiting.telling_others(call):
             call.run_whole()
-        self._ran(call)
+        self.waiting.ran(call)
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
@@ -461,7 +350,7 @@ class ScriptPasses:
         with core.buffers.kept(not first):
             limit = core.in_force.limit(planned.plan)
             total = core.accumulator.run(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
-        self._ran(call)
+        self.waiting.ran(call)
         if work.noted_loss is not None:
             call.noted_loss = work.noted_loss.value()
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
@@ -493,10 +382,10 @@ class ScriptPasses:
 def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
     """Copy a few samples of this call for verification."""
     samples = min(KEPT_SAMPLES, call.samples)
-    kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition.afresh()
+    kept, its, composition = first_samples(call, samples), consumer.first(samples, backwards=False), call.composition.afresh()
 
     def work(count: int, backwards: bool) -> Work:
-        made = its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
+        made = its.first(count, backwards=backwards).work(first_samples(kept, count, backwards=backwards), "off")
         made.composition = composition.afresh()
         return made
 

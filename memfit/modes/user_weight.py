@@ -10,7 +10,7 @@ import torch
 
 from memfit._errors import UsageError
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import wide
+from memfit.engine.totals import wide
 from memfit.engine.weighting import CountOf
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from memfit.engine.accumulate import wide
 from memfit.engine.call_context import Autocast, autocast_now
 from memfit.engine.handover import Total
 from memfit.engine.known_means import nodes_of
 from memfit.engine.recovery import RestartBatch
+from memfit.engine.totals import wide
 
 START = 2.0**16
 """Initial scale, as in torch.amp.GradScaler."""

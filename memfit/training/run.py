@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -27,20 +26,18 @@ from memfit.planning.plan import Plan
 from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
 from memfit.runtime.events import Event
-from memfit.runtime.loss_watch import LossWatch
+from memfit.training.batch_counts import BatchCounts, Progress
+from memfit.training.measured_peak import MeasuredPeak
+from memfit.training.plain_steps import PlainSteps, clear_gradients
 from memfit.training.sharding import Sharding
 from memfit.training.state import StateSource, load, written
-from memfit.training.step_clock import HISTORY, StepClock
+from memfit.training.step_clock import StepClock
+from memfit.training.step_notes import LossNotes, compare_with_target, name_unreached
 
 if TYPE_CHECKING:
     from memfit.reporting.plain import PlainReport
     from memfit.reporting.report import Report
     from memfit.reporting.verification import Verification
-
-NAMED = 8
-"""Number of parameters named in a note."""
-LOOKS = 100
-"""Number of steps to wait for one whose measured peak stays within the plan. Sizes are still being measured in the first."""
 
 
 class Run:
@@ -55,24 +52,18 @@ class Run:
         self._off = off
         self._last_plan: Plan | None = None
         self._last_events: tuple[Event, ...] = ()
-        self._plain_steps = 0
+        self._plain = PlainSteps()
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._core = core
         self._undo: list[Callable[[], None]] = []
         self._stepper: Stepper | None = None
-        self._before_step: Callable[[], Any] | None = None
         self._clock = StepClock()
-        self._batch: BatchInfo | None = None
-        self._batches = self._batches_stepped = 0
-        self._done_before = 0, 0
-        self._waits: deque[float] = deque(maxlen=HISTORY)
-        self._losses: LossWatch | None = None
+        self._counts = BatchCounts()
+        self._losses: LossNotes | None = None
         self._taken: TakenOver | None = None
         self._guard: AccumulationGuard | None = None
         self._script: Script | None = None
-        self._plain_loss_fn: LossFn | None = None
-        self._measured_plan: Plan | None = None
-        self._peak_from = 0
+        self._peak = None if core is None else MeasuredPeak(core)
         self.script_batch: int | None = None
         self._sharding: Sharding | None = None
 
@@ -123,19 +114,23 @@ class Run:
         """
         batch = to_cut(batch)
         if self._stepper is None or self._core is None:
-            return self._plain_step(batch)
+            self._clock.begin()
+            value = self._plain.step(self.model, self.optimizer, batch)
+            self._clock.end(0)
+            return value
         self._clock.begin()
         self._core.caches.trains()
-        self._zero_grad()
+        clear_gradients(self.optimizer)
         loss = self._stepper.loss(batch)
         value = loss.detach()
         with self._core.team.announcing():
             loss.backward()
             del loss
-            if self._before_step is not None:
-                self._before_step()
+            if self._plain.before_step is not None:
+                self._plain.before_step()
         self._take_step()
-        self._watch(self._core, value)
+        self._losses = self._losses or LossNotes(self._core)
+        self._losses.add(value)
         self._clock.end(self._stepper.samples or 0)
         return value
 
@@ -146,27 +141,27 @@ class Run:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        loader = self.loader
+        if isinstance(loader, (EffectiveLoader, PassedThrough)):
+            self.loader = loader.source
         if self._core is not None:
             self._core.in_force.release()
             self._core.memory.end()
             for error in found_at_the_end(self._core.device):
                 self._core.note("not equal", f"{error.asked}: {error.found}")
-        loader = self.loader
-        if isinstance(loader, (EffectiveLoader, PassedThrough)):
-            self.loader = loader.source
-        if self._core is not None:
             self._last_plan, self._last_events = self.plan, self.events
-            self._core, self._stepper, self._off = None, None, "run.undo()"
+            self._core = self._stepper = self._peak = self._losses = None
+            self._off = "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:
         """Returns a flat dictionary for loggers: step, seconds, samples_per_second, loader_wait (seconds, in the last step),
         peak_predicted, peak_measured (bytes), micro_batch, accumulation."""
-        plan = self.plan
+        plan, latest = self.plan, self._counts.latest
         return {
             "step": 0 if self._core is None else self._core.steps,
             "seconds": self._clock.seconds,
             "samples_per_second": self._clock.rate,
-            "loader_wait": None if self._batch is None else self._batch.waited,
+            "loader_wait": None if latest is None else latest.waited,
             "peak_predicted": None if plan is None else plan.predicted.peak + plan.held,
             "peak_measured": self.measured_peak(),
             "micro_batch": None if plan is None else plan.micro_batch,
@@ -184,7 +179,7 @@ class Run:
         """
         loader = self.loader
         position = loader.position(self.drew(), self._unfinished()) if isinstance(loader, EffectiveLoader) else None
-        steps = self._plain_steps if self._core is None else self._core.steps
+        steps = self._plain.done if self._core is None else self._core.steps
         return written(self._held(), steps, position, whole=whole)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,7 +189,7 @@ class Run:
         with nothing changed on any process, if the state is damaged or belongs to another model, target batch or data set;
         RankFailed if another process could not load it.
         """
-        self._plain_steps = load(self._held(), state)
+        self._plain.done = load(self._held(), state)
 
     def verify(self) -> Verification:
         """Compares the gradients of one effective batch run whole and in micro-batches. The report also shows the result."""
@@ -217,7 +212,6 @@ class Run:
         """Reports what was asked, what was done and what it cost; print it, or `.save("report.html" | ".json" | ".md")`.
 
         Without a plan (switched off, or everything ran uncut) it says so. Raises UsageError before the first training step.
-        first training step.
         """
         core = self._core
         if core is not None:
@@ -237,7 +231,7 @@ class Run:
             events=self.events,
             stats=self.stats(),
             seconds=self._clock.history,
-            waits=self._waits,
+            waits=self._counts.waits,
             asked=core.settings.asked(),
             verification=core.verification,
             script_precision=script_precision(self.model.parameters(), core.device),
@@ -309,22 +303,19 @@ class Run:
 
     def on_batch(self, info: BatchInfo) -> None:
         """Records a batch that the loader is about to yield."""
-        self._batch = info
-        self._waits.append(info.waited)
-        self._batches += 1
-        self._done_before = self._done()
+        self._counts.add(info, self._progress())
         if self._stepper is None:
             self._clock.begin()
 
     @property
     def batches(self) -> int:
         """Number of loader batches so far."""
-        return self._batches
+        return self._counts.yielded
 
     @property
     def batch_samples(self) -> int | None:
         """Number of samples in the loader's current batch, if known."""
-        return None if self._batch is None else self._batch.samples
+        return None if self._counts.latest is None else self._counts.latest.samples
 
     def whole_loss(self, loss_fn: LossFn, script: Script) -> Callable[[Any], torch.Tensor]:
         """Returns `loss_fn` with the model's forward intercepted."""
@@ -342,12 +333,6 @@ class Run:
 
     # ---- internals
 
-    def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()  # that of a wrapper may take no arguments, and may leave zeros
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = None
-
     def _take_step(self) -> None:
         core = self._core
         if core is None:
@@ -362,16 +347,13 @@ class Run:
         model = self._core.model if self._core is not None else self._taken.inner if self._taken is not None else self.model
         return StateSource(model, self.optimizer, self.loader, self._core)
 
-    def _done(self) -> tuple[int, int]:
-        """Return the counters that advance once a batch is trained on."""
+    def _progress(self) -> Progress:
         return (0 if self._core is None else self._core.steps), (0 if self._script is None else self._script.calls)
 
     def _unfinished(self) -> int:
-        """Count the loader's batches that no optimizer step covers yet: the latest if nothing was trained on it, and those that
-        the script is accumulating."""
-        untouched = int(self._done() == self._done_before)
-        adding = 1 if self._core is None else self._core.settings.script_accumulation
-        return untouched + (self._batches - untouched - self._batches_stepped) % adding
+        """Count the loader's batches that no optimizer step covers yet."""
+        accumulated = 1 if self._core is None else self._core.settings.script_accumulation
+        return self._counts.unfinished(self._progress(), accumulated)
 
     def _plain_report(self) -> PlainReport:
         """Return the report of a run without a plan."""
@@ -379,7 +361,7 @@ class Run:
         from memfit.reporting.report import happenings, made_now, software
 
         core, script = self._core, self._script
-        steps = (self._plain_steps or None) if core is None else core.steps
+        steps = (self._plain.done or None) if core is None else core.steps
         found = what_ran(self._off, 0 if script is None else script.calls, steps or 0)
         if found is None:
             raise UsageError("a report", found="there is no plan yet", next_move="run one training step first")
@@ -388,87 +370,31 @@ class Run:
 
     def measured_peak(self) -> int | None:
         """Returns the peak bytes in steps of this plan. None before its first full step, or on unsupported platforms."""
-        core = self._core
-        if core is None or core.in_force.tuning or core.steps <= self._peak_from:
-            return None
-        return core.memory.measured_peak()
+        return None if self._core is None or self._peak is None else self._peak.value()
 
     def _stepped(self, *_: object) -> None:
         core = self._core
-        if core is None:
+        if core is None or self._peak is None:
             return
         core.steps += 1
         core.team.stepped()
-        self._batches_stepped = self._batches
+        self._counts.stepped()
         core.in_force.heap.check()
-        if core.plan is not self._measured_plan:
-            core.memory.reset_peak()  # excludes planning and earlier plans
-            self._measured_plan, self._peak_from = core.plan, core.steps
-        core.memory.stepped()
+        self._peak.stepped()
         if core.steps == 1 and core.team.alone:
-            self._name_unreached(core)
-        if not core.in_force.settled and core.steps <= LOOKS and core.plan is not None:
-            peak = self.measured_peak()
-            core.in_force.settled = peak is not None and peak <= core.plan.held + core.plan.predicted.upper
+            name_unreached(core, self.model, self.optimizer)
+        self._peak.settle()
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
             self._script.stepped()
-            if self._stepper is None:
-                self._script.outside.stepped()
-            self._compare_with_target(self._script)
+            if self.loader is None:
+                compare_with_target(core, self._script.samples_seen)
             if self._stepper is None:  # in step mode `step` ends the clock
+                self._script.outside.stepped()
                 self._clock.end(self._script.samples_seen)
             self._script.samples_seen = 0
 
-    def _name_unreached(self, core: Core) -> None:
-        """Note the parameters without gradient in the first step, which torch silently leaves unchanged."""
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = self.model.named_parameters()
-        names = [name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained]
-        if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            core.note("note", f"no gradient reached {', '.join(names[:NAMED])}{more} in the first step")
-
-    def _compare_with_target(self, script: Script) -> None:
-        core = self._core
-        assert core is not None
-        target = core.settings.share
-        if target is not None and self.loader is None and script.samples_seen not in (0, target):
-            core.note("note", f"asked for {target} samples per step; this script runs {script.samples_seen}")
-
-    def _watch(self, core: Core, value: torch.Tensor) -> None:
-        self._losses = self._losses or LossWatch(core.device)
-        for step, number in self._losses.not_finite():
-            core.note("note", f"the loss of step {step} was {number}")
-        self._losses.add(core.steps, value)
-
-    def _plain_step(self, batch: Any) -> torch.Tensor:
-        loss_fn = self._plain_loss_fn
-        if loss_fn is None:
-            raise UsageError(
-                "run.step(batch)",
-                found="this run has no loss_fn, so it does not know what to minimize",
-                next_move="pass loss_fn= to memfit.wrap, or call the model in your own loop",
-            )
-        from memfit.batches.samples import SampleBatch
-        from memfit.capture.workloads import moved
-
-        self._clock.begin()
-        self._zero_grad()
-        whole = batch.collate() if isinstance(batch, SampleBatch) else batch
-        device = next(self.model.parameters()).device
-        loss = loss_fn(self.model, moved(whole, device))
-        loss.backward()
-        if self._before_step is not None:
-            self._before_step()
-        self.optimizer.step()
-        self._plain_steps += 1
-        self._clock.end(0)
-        return loss.detach()
-
     def plainly(self, loss_fn: LossFn | None, before_step: Callable[[], Any] | None) -> None:
         """Sets what `step` runs when memfit is off or undone: the whole batch, as plain PyTorch."""
-        self._plain_loss_fn, self._before_step = loss_fn, before_step
-
-
+        self._plain.loss_fn, self._plain.before_step = loss_fn, before_step

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 HISTORY = 1000
 """Number of steps whose durations are kept."""
@@ -24,9 +19,11 @@ class StepClock:
         self._begun: float | None = None
 
     def begin(self) -> None:
+        """Begin a step."""
         self._begun = time.perf_counter()
 
     def end(self, samples: int) -> None:
+        """End a step over this many samples, if one has begun."""
         if self._begun is None:
             return
         self.seconds = time.perf_counter() - self._begun
