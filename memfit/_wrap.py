@@ -233,8 +233,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     check_sharded(shard, ranks)
     if ranks is not None:
         refuse_synchronised_norms(model)
-        loss = "none" if loss_fn is None else "given"
-        about = {"loss_fn": loss, "precision": settings.precision}
+        about = {"loss_fn": "none" if loss_fn is None else "given", "precision": settings.precision}
         agree_to_begin(ranks, model, optimizer, loader, target_batch=given.target_batch, **about)
         plan = plan if plan is None else plan.on_rank(ranks.rank, ranks.size)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)

@@ -743,7 +743,7 @@ def test_pinning_is_left_out_where_there_is_no_accelerator(share, collated, work
 @pytest.mark.parametrize("collated", [False, True])
 def test_what_is_pinned_is_the_collated_whole(collated, monkeypatch):
     monkeypatch.setattr("memfit.loading.loader.pinning_works", lambda: True)
-    monkeypatch.setattr("memfit.loading.loader.pinned", lambda batch: ("pinned", batch))
+    monkeypatch.setattr("memfit.loading.pinning.pinned", lambda batch: ("pinned", batch))
     loader = effective(numbers(8, batch_size=2, pin_memory=True), 4, collated)
     batches = list(loader)
     for kind, batch in batches if collated else [batch.uncollated.collate() for batch in batches]:
