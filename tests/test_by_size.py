@@ -177,6 +177,88 @@ def test_a_loss_that_loops_over_samples_is_cut(how: str) -> None:
     assert not [event for event in run.events if "together" in event.message]
 
 
+UNTRACEABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mask": lambda x: x[x.detach().sum(1) > 1.0],
+    "indices": lambda x: x[(x.detach().sum(1) > 1.0).nonzero().squeeze(1)],
+    "selected entries": lambda x: x.masked_select(x.detach() > 0.5),
+    "distinct rows": lambda x: x.detach().round().unique(dim=0),
+    "repeated rows": lambda x: x.repeat_interleave((x.detach().sum(1) > 1.0).long() + 1, dim=0),
+    "an operator without a shape function": lambda x: torch.ops.memfit_tests.opaque(x.detach()),
+}
+"""Functions whose results have shapes that fake tensors do not know."""
+
+
+@torch.library.custom_op("memfit_tests::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    return x[x.sum(1) > 1.0].clone()
+
+
+def rare(x: Tensor, what: str) -> float:
+    """Tells of few samples, and adds nothing to the loss."""
+    return 0.0 * UNTRACEABLE[what](x).detach().sum().nan_to_num() if len(UNTRACEABLE[what](x)) > 1000 else 0.0
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_forward_that_decides_by_size_and_cannot_be_traced_is_refused(how: str, what: str) -> None:
+    model = Doing(lambda net, x: FORWARDS[how](net, x) + rare(x, what))
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    with pytest.raises(Refused, match="the number of samples"):
+        model(X[:12])
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+@pytest.mark.parametrize("how", SAME)
+def test_what_does_the_same_for_any_number_and_cannot_be_traced_is_cut(how: str, what: str) -> None:
+    model = Doing(lambda net, x: SAME[how](net, x) + rare(x, what))
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    F.cross_entropy(model(X[:12]), Y[:12]).backward()
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_loss_that_decides_by_size_and_cannot_be_traced_runs_in_two_passes(how: str, what: str) -> None:
+    assert error_of_step(mlp(), lambda m, b: LOSSES[how](m, b) + rare(b[0], what), (X[:12], Y[:12])) <= EXACT
+
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda x: x.detach().abs().max().item() > 0.001,
+    "a comparison": lambda x: x.detach().abs().max() > 0.001,
+    "a list": lambda x: max(x.detach().flatten().tolist()) > -99,
+    "an array": lambda x: x.detach().numpy().max() > -99 and x.detach().numpy().any(),
+}
+"""Conditions that hold for all samples, and not for all that fake tensors say."""
+
+
+@pytest.mark.parametrize("what", VALUES)
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_forward_that_decides_by_size_where_a_value_says_so_is_refused(how: str, what: str) -> None:
+    model = Doing(lambda net, x: FORWARDS[how](net, x) if VALUES[what](net(x)) else net(x))
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    with pytest.raises(Refused, match=r"the forward branches on|mixes samples"):
+        model(X[:12])
+
+
+@pytest.mark.parametrize("what", VALUES)
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_loss_that_decides_by_size_where_a_value_says_so_runs_in_two_passes(how: str, what: str) -> None:
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        return LOSSES[how](m, b) if VALUES[what](m(b[0])) else F.cross_entropy(m(b[0]), b[1])
+
+    assert error_of_step(mlp(), loss, (X[:12], Y[:12])) <= EXACT
+
+
+def test_a_loss_with_a_gradient_penalty_that_cannot_be_traced_is_looked_at() -> None:
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        x = b[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        rare(x, "a mask")
+        return slope.pow(2).mean() + F.cross_entropy(m(b[0]), b[1]) * (2.0 if len(b[0]) > MOST else 1.0)
+
+    with pytest.raises(Refused, match="create_graph"):  # it would run in two passes
+        error_of_step(mlp(), loss, (X[:12], Y[:12]))
+
+
 def test_a_loss_fn_that_divides_by_the_size_does_not() -> None:
     model = mlp()
     seen = Forwards(model[0])

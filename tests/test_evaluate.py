@@ -235,6 +235,16 @@ class Scored(Net):
         return out, out.std()
 
 
+class Positional(Net):
+    def of(self, out: Tensor, hidden: Tensor) -> Any:
+        return torch.cat([out[:20] * 2.0, out[20:]])
+
+
+class Large(Net):
+    def of(self, out: Tensor, hidden: Tensor) -> Any:
+        return out * 2.0 if len(out) > 2000 else out
+
+
 class Left(Net):
     def of(self, out: Tensor, hidden: Tensor) -> Any:
         self.features = hidden[:, :5]
@@ -247,7 +257,7 @@ def test_nested_outputs_are_joined() -> None:
     assert out.logits.shape == (9000, 4) and out.hidden.shape == (9000, 3)
 
 
-@pytest.mark.parametrize("build", [Mixing, Scored])
+@pytest.mark.parametrize("build", [Mixing, Scored, Positional, Large])
 def test_what_parts_do_not_make_runs_whole(build: type[Net]) -> None:
     out, sizes, _ = evaluated(build(), numbers(3000))
     with torch.no_grad():

@@ -21,7 +21,7 @@ from memfit.capture.call import Call, Tree
 from memfit.capture.call_copies import chosen_samples
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.outputs import Outputs, learn_outputs
-from memfit.capture.size_dependence import FEW, MORE, first_that_decides
+from memfit.capture.size_looks import FEW, MORE, SizeLooks
 from memfit.engine.call_context import autocast_now, uncompiled
 from memfit.tracing.failures import TraceFailed
 from memfit.tracing.fake import FakeWorld, ZeroArrays
@@ -81,7 +81,7 @@ def ways_to_cut(
                 raise
             own = _call(model, plain, tree, layout, device, split)
             if _can_be_split(own):
-                _surface_own_error(own)
+                _surface_own_error(own, error)
             raise uncuttable(f"on a few samples the model says: {first_line(error)}") from error
         yield call
         return
@@ -103,7 +103,7 @@ def ways_to_cut(
         raise first_error
     if first_error is None:
         raise uncuttable(f"none of the call's tensors has a dimension of {samples}, the samples in the batch")
-    _surface_own_error(_call(model, plain, tree, next(candidate_layouts(tree, samples)), device, None))
+    _surface_own_error(_call(model, plain, tree, next(candidate_layouts(tree, samples)), device, None), first_error)
     raise uncuttable(f"on a few samples the model says: {first_line(first_error)}") from first_error
 
 
@@ -132,13 +132,15 @@ def _few(call: Call) -> tuple[int, int]:
     return (2, 3) if call.samples >= 3 else (1, 2)
 
 
-def _surface_own_error(call: Call) -> None:
-    """Raise the model's error from its own frames if the model fails even uncut; return if cutting causes the failure."""
+def _surface_own_error(call: Call, on_few: BaseException) -> None:
+    """Raise the model's error from its own frames if the model fails even uncut; return if cutting causes the failure, `on_few`
+    samples. On fake tensors a model may fail otherwise than for real, which tells nothing."""
     try:
         with ZeroArrays():
             fake_outputs(call, call.samples)
-    except TraceFailed:
-        _real_outputs(call, *_few(call))
+    except TraceFailed as failed:
+        if type(failed.__cause__) is type(on_few):
+            _real_outputs(call, *_few(call))
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
@@ -190,18 +192,23 @@ def fake_outputs(call: Call, *samples: int) -> list[Any]:
     return found
 
 
-def size_that_decides(call: Call, *sizes: int) -> int | None:
-    """Returns the first of these numbers of samples for which the model, run on fake tensors, acts differently than for few."""
+def size_that_decides(call: Call, looks: SizeLooks, *sizes: int) -> int | None:
+    """Returns the first of these numbers of samples for which the model acts differently than for few."""
     if call.split is None and not call.layout.cuts:
         return None
     if call.split is not None:
         sizes = comparable_sizes(lambda samples: call.arguments(0, samples), call.samples, sizes)
     alike = call if call.split is not None else chosen_samples(call, (0, 0, 0))
 
-    def prepared(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
+    def fake(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
         return twin_call(alike, twin, samples)[0].output
 
-    return first_that_decides(call.model, call.device, prepared, sizes, alike=call.split is None)
+    def real(samples: int) -> Callable[[], Any]:
+        if call.split is not None:
+            return partial(call.output, call.arguments(0, samples))
+        return chosen_samples(alike, (0,) * samples).output
+
+    return looks.first_that_decides(fake, real, sizes, alike=call.split is None)
 
 
 def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
-from memfit.engine.call_context import uncompiled
-from memfit.engine.random_state import HostRandom
-from memfit.tracing.failures import TraceFailed
-from memfit.tracing.fake import ZeroArrays
-from memfit.tracing.fake_twins import on_twins
 
 SPLITTING = frozenset("split unsafe_split".split())
 """Functions that split into pieces of a given size."""
@@ -53,10 +48,6 @@ Taken = tuple[str, int, int, int]
 
 SIZE = "the number of samples"
 """The name of what decides, in error messages."""
-FEW, MORE = 2, 3
-"""Numbers of samples that are assumed to be treated like any other number."""
-OTHER_FEW, OTHER_MORE = 4, 5
-"""Two more of these: at two samples, 1 / len(x) is 0.5, which may be used elsewhere. Proofs have as many."""
 
 
 class Positions(TorchFunctionMode):
@@ -134,52 +125,6 @@ def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
     if told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts]):
         return True
     return any(not _is_affine({count: look.calls[module] for count, look in looks}) for module in whole.calls)
-
-
-def first_that_decides(
-    model: nn.Module,
-    device: torch.device,
-    prepared: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Callable[[], Any]],
-    sizes: Sequence[int],
-    *,
-    alike: bool,
-) -> int | None:
-    """Returns the first of `sizes` (numbers of samples) for which code, run on fake tensors, acts differently than for few.
-
-    `prepared(twin, samples)` returns the code to run on that many samples: on copies of one if they are `alike`, so that values
-    decide nothing. A finding must recur in a second run, because in the first the code may build a cache for that many samples.
-    """
-    sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
-
-    def look(samples: int, *, warm: bool) -> tuple[int, Positions]:
-        state.restore()
-        with on_twins(model, device) as world:
-            run = prepared(world.twin, samples)
-            with world.entered(), uncompiled(), torch.enable_grad(), ZeroArrays():
-                if warm:
-                    run()
-                with Positions().watching() as found:
-                    run()
-        return samples, found
-
-    def first(sizes: Sequence[int], *, warm: bool) -> int | None:
-        few, more = look(FEW, warm=warm), look(MORE, warm=warm)
-        for size in dict.fromkeys(sizes):
-            whole = look(size, warm=warm)
-            if decides_by_size(few, more, whole):
-                return size
-            if alike and size > OTHER_MORE and (doubted := differently_used(few, more, whole)):
-                if doubted & differently_used(look(OTHER_FEW, warm=warm), look(OTHER_MORE, warm=warm), whole):
-                    return size
-        return None
-
-    try:
-        found = first(sizes, warm=False) if sizes else None
-        return None if found is None else first(sizes, warm=True)
-    except TraceFailed:
-        return None
-    finally:
-        state.restore()
 
 
 Look = tuple[int, Positions]

@@ -22,7 +22,8 @@ from memfit.capture.call import Call
 from memfit.capture.call_copies import chosen_samples, first_samples
 from memfit.capture.find_side_outputs import look_for_side_doors
 from memfit.capture.infer_layout import size_that_decides
-from memfit.capture.size_dependence import FEW, SIZE
+from memfit.capture.size_dependence import SIZE
+from memfit.capture.size_looks import FEW, SizeLooks
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
@@ -154,7 +155,8 @@ class Prover:
         if call.samples <= kind.alike:
             return []
         core, in_all = self._core, self._core.samples_of_all(call.samples)
-        decides = size_that_decides(call, call.samples, in_all)
+        looks = SizeLooks(core.model, core.device, lambda: core.memory.budget().room)
+        decides = size_that_decides(call, looks, call.samples, in_all)
         if decides == call.samples:
             return [Deviation(SIZE, 1.0, 0.0, by="counting")]
         if decides is not None:

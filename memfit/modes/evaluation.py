@@ -27,11 +27,12 @@ from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Tree
 from memfit.capture.call_copies import first_samples
 from memfit.capture.find_side_outputs import FoundDoors, look_for_side_doors
-from memfit.capture.infer_layout import fake_outputs, twin_call, ways_to_cut
+from memfit.capture.infer_layout import fake_outputs, size_that_decides, twin_call, ways_to_cut
 from memfit.capture.joining import Joining
 from memfit.capture.output_leaf import Leaf
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.side_outputs import Doorway, through
+from memfit.capture.size_looks import SizeLooks
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_context import uncompiled
 from memfit.engine.planning_scope import reaching
@@ -197,6 +198,9 @@ class Evaluations:
             except MemfitError:
                 return None
             if composition.slots or not all(deviation.agrees for deviation in deviations):
+                return None
+            looks = SizeLooks(call.model, call.device, self._core.memory.left)
+            if size_that_decides(call, looks, call.samples) is not None:
                 return None
             pieces = sizes(call.samples, largest or max(1, call.samples // 2))
             return Cutting(call.layout, outputs, call.split, pieces, doorway)

@@ -15,7 +15,7 @@ from memfit._errors import Refused
 from memfit.batches.cut import layout_from_two, like_first
 from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
-from memfit.capture.size_dependence import FEW, MORE, first_that_decides
+from memfit.capture.size_looks import FEW, MORE, SizeLooks
 from memfit.engine.call_context import uncompiled
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.recovery import surviving
@@ -102,11 +102,17 @@ class LossLooks:
                 return None
             first = partial(like_first, large, layout)
 
-        def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
-            tree = twins_of(first(count), twin)
-            return partial(loss_of, self._tasks.work(lambda start, stop: tree, count, "off"), count)
+        def code(tree: Any, count: int, *, on_copies: bool = False) -> Callable[[], Any]:
+            return partial(loss_of, self._tasks.work(lambda start, stop: tree, count, "off", on_copies=on_copies), count)
 
-        return first_that_decides(core.model, core.device, prepared, sizes, alike=not batch.in_order)
+        def fake(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
+            return code(twins_of(first(count), twin), count)
+
+        def real(count: int) -> Callable[[], Any]:
+            return code(batch.piece(0, count) if batch.in_order else batch.alike(count), count, on_copies=True)
+
+        looks = SizeLooks(core.model, core.device, lambda: core.memory.budget().room)
+        return looks.first_that_decides(fake, real, sizes, alike=not batch.in_order)
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:

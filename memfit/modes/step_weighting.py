@@ -13,7 +13,7 @@ import torch
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.capture.earlier_graphs import refuse_earlier_graphs
-from memfit.capture.size_dependence import FEW
+from memfit.capture.size_looks import FEW
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.branches import Act

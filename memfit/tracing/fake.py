@@ -119,11 +119,17 @@ def _without_cudnn() -> Iterator[None]:
 
 
 class ZeroArrays(TorchFunctionMode):
-    """Converts fake tensors to NumPy arrays of zeros: enough to see what a model calls where values do not decide."""
+    """Converts fake tensors to NumPy arrays of zeros: enough to see what a model calls where values do not decide. Attribute:
+    `made`, whether there were any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not isinstance(args[0], _fake_tensor_type()):
             return func(*args, **(kwargs or {}))
+        self.made = True
         with torch.utils._python_dispatch._disable_current_modes():  # pyright: ignore[reportAttributeAccessIssue]
             return torch.zeros(args[0].shape, dtype=args[0].dtype).numpy()
 

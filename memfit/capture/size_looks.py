@@ -1,0 +1,147 @@
+"""Looks at what code does with more samples than a proof has: on fake tensors, and on copies of one sample where they guess.
+
+Fake tensors guess values that are read, and fail where a shape depends on values or an operator has no shape function. A real
+look takes no more samples than memory has room for if nothing was freed. Not covered: what decides beyond these, and code that
+runs neither on fake tensors nor on copies of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.batches.tree import tensors
+from memfit.capture.size_dependence import Look, Positions, decides_by_size, differently_used
+from memfit.engine.call_context import uncompiled
+from memfit.engine.random_state import HostRandom
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
+from memfit.tracing.failures import TraceFailed
+from memfit.tracing.fake import ZeroArrays
+from memfit.tracing.fake_twins import on_twins
+from memfit.tracing.sandbox import leave_no_trace
+
+FEW, MORE = 2, 3
+"""Numbers of samples that are assumed to be treated like any other number."""
+OTHER_FEW, OTHER_MORE = 4, 5
+"""Two more of these: at two samples, 1 / len(x) is 0.5, which may be used elsewhere. Proofs have as many."""
+Code = Callable[[], Any]
+
+
+class SizeLooks:
+    """Looks at code of a model for several numbers of samples. `room()` returns the bytes that may be allocated."""
+
+    def __init__(self, model: nn.Module, device: torch.device, room: Callable[[], int]) -> None:
+        self._model, self._device, self._room = model, device, room
+
+    def first_that_decides(
+        self,
+        fake: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Code],
+        real: Callable[[int], Code],
+        sizes: Sequence[int],
+        *,
+        alike: bool,
+    ) -> int | None:
+        """Return the first of `sizes` (numbers of samples) for which code acts differently than for few.
+
+        `fake(twin, samples)` returns the code to run on that many samples as fake tensors, `real(samples)` on real ones: on
+        copies of one if they are `alike`, so that values decide nothing. A finding must recur in a second run, because in the
+        first the code may build a cache for that many samples.
+        """
+        sizes, state, guesses = [size for size in dict.fromkeys(sizes) if size > MORE], HostRandom.capture(), list[bool]()
+        if not sizes:
+            return None
+
+        def on_fake(samples: int, *, warm: bool) -> Look:
+            state.restore()
+            with on_twins(self._model, self._device) as world:
+                run = fake(world.twin, samples)
+                with world.entered(), ZeroArrays() as arrays:
+                    found = _seen(run, warm)
+                guesses.append(arrays.made or bool(world.guesses))
+            return samples, found
+
+        def on_real(samples: int, *, warm: bool) -> Look:
+            state.restore()
+            with leave_no_trace(self._model, self._device):
+                return samples, _seen(real(samples), warm)
+
+        try:
+            found = _first(on_fake, sizes, alike)
+            return self._on_real(on_real, sizes, alike) if found is None and any(guesses) else found
+        except TraceFailed:
+            return self._on_real(on_real, sizes, alike)
+        finally:
+            state.restore()
+
+    def _on_real(self, look: Callable[..., Look], sizes: Sequence[int], alike: bool) -> int | None:
+        """Return the first of `sizes` that decides by real looks, at as many of these samples as there is room for."""
+        try:
+            most = self._most(look)
+            fitting = {size if most is None else min(size, max(MORE + 1, most)): size for size in reversed(sizes)}
+            found = _first(look, sorted(fitting), alike)
+            return None if found is None else fitting[found]
+        except Exception as error:  # the script's own, of copies of one sample
+            drop_frames(error)
+            if is_out_of_memory(error):
+                free_unused(self._device)
+            return None
+
+    def _most(self, look: Callable[..., Look]) -> int | None:
+        """Return how many samples there is room for if nothing of a forward is freed before its end. None: any number."""
+        allocated = []
+        for samples in (FEW, MORE):
+            with _Allocated() as counted:
+                look(samples, warm=False)
+            allocated.append(counted.bytes)
+        each = (allocated[1] - allocated[0]) / (MORE - FEW)
+        return None if each <= 0 else FEW + int((self._room() - allocated[0]) / each)
+
+
+def _seen(run: Code, warm: bool) -> Positions:
+    with uncompiled(), torch.enable_grad():
+        if warm:
+            run()
+        with Positions().watching() as found:
+            run()
+    return found
+
+
+def _first(look: Callable[..., Look], sizes: Sequence[int], alike: bool) -> int | None:
+    found = _first_in(look, sizes, alike, warm=False)
+    return None if found is None else _first_in(look, sizes, alike, warm=True)
+
+
+def _first_in(look: Callable[..., Look], sizes: Sequence[int], alike: bool, *, warm: bool) -> int | None:
+    few, more = look(FEW, warm=warm), look(MORE, warm=warm)
+    for size in sizes:
+        whole = look(size, warm=warm)
+        if decides_by_size(few, more, whole):
+            return size
+        if alike and size > OTHER_MORE and (doubted := differently_used(few, more, whole)):
+            if doubted & differently_used(look(OTHER_FEW, warm=warm), look(OTHER_MORE, warm=warm), whole):
+                return size
+    return None
+
+
+class _Allocated(TorchDispatchMode):
+    """Counts the bytes of new storages that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo, which takes a second, to exclude this class from it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tensors((args, kwargs or {})) if t.layout is torch.strided}
+        for made in tensors(out):
+            if made.layout is torch.strided and made.untyped_storage()._cdata not in known:
+                self.bytes += made.untyped_storage().nbytes()
+        return out
