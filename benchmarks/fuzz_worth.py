@@ -306,9 +306,9 @@ FAULTS: dict[str, Callable[[], Patch]] = {
         in_place_on_a_loss_that_waits, in_place_on_a_plain_tensor, data_written_before_the_loss,
         planning_leaves_lists_and_counters, planning_leaves_tensors,
         every_micro_batch_moves_state, moving_state_is_not_seen, second_pass_moves_state,
-        values_that_decide, branches_of_micro_batches, numbers_that_decide, numbers_that_decide_beside_a_mask, losses_that_decide,
-        hooks_on_saved_tensors, means_by_samples,
-        divisors_that_changed, draws_of_their_own, attributes_of_later, contents_of_later, globals_of_later,
+        values_that_decide, branches_of_micro_batches, numbers_that_decide, numbers_that_decide_beside_a_mask,
+        losses_that_decide, hooks_on_saved_tensors, means_by_samples, divisors_that_changed,
+        draws_of_their_own, attributes_of_later, contents_of_later, globals_of_later,
         arguments_of_later, entries_are_lost, one_tensor_is_two, outputs_of_another_model_are_detached,
     )
 }  # fmt: skip
