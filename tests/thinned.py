@@ -137,6 +137,7 @@ EVERY = {
     "test_replaced_state.py::test_what_a_proofs_samples_do_not_show_is_that_of_the_batch": 3,
     "test_replay.py::test_any_loss_of_the_whole_output": 5,
     "test_rolling_lists.py::test_the_latest_items_are_those_of_plain_training": 3,
+    "test_rolling_lists.py::test_the_rows_of_a_bank_are_those_of_plain_training": 7,
     "test_script_mode.py::test_a_compiled_script_around_a_cut_model": 2,
     "test_script_mode.py::test_a_few_samples_are_planned_as_many_are": 6,
     "test_script_mode.py::test_model_outputs_of_transformers": 3,

@@ -58,16 +58,16 @@ class SizeLooks:
         def on_fake(samples: int, *, warm: bool) -> Look:
             state.restore()
             with on_twins(self._model, self._device) as world:
-                run = fake(world.twin, samples)
+                codes = [fake(world.twin, each) for each in _run_for(samples, warm)]
                 with world.entered(), ZeroArrays() as arrays:
-                    found = _seen(run, warm)
+                    found = _seen(codes)
                 guesses.append(arrays.made or bool(world.guesses))
             return samples, found
 
         def on_real(samples: int, *, warm: bool) -> Look:
             state.restore()
             with leave_no_trace(self._model, self._device):
-                return samples, _seen(real(samples), warm)
+                return samples, _seen([real(each) for each in _run_for(samples, warm)])
 
         try:
             found = _first(on_fake, sizes, alike)
@@ -101,12 +101,20 @@ class SizeLooks:
         return None if each <= 0 else FEW + int((self._room() - allocated[0]) / each)
 
 
-def _seen(run: Code, warm: bool) -> Positions:
+def _run_for(samples: int, warm: bool) -> tuple[int, ...]:
+    """Return the numbers of samples that run before a look, and in it. Before a `warm` look run as many, for which code may
+    build a cache, and a few: rows that code keeps are then not in proportion to the samples."""
+    return (samples, FEW, samples) if warm else (samples,)
+
+
+def _seen(codes: Sequence[Code]) -> Positions:
+    """Return what the last of these does, after the others."""
+    *before, last = codes
     with uncompiled(), torch.enable_grad():
-        if warm:
-            run()
+        for each in before:
+            each()
         with Positions().watching() as found:
-            run()
+            last()
     return found
 
 

@@ -110,6 +110,20 @@ def seen_of(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], g
     return SeenEffects(whole, in_turn, [part for part, _ in apart], trial.sizes, decides_by_position(looks), returns)
 
 
+def decides_once_moved(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]]) -> bool:
+    """Return whether positions of samples decide after a forward has moved the state. `torch.cat([self.rows, h])[-64:]` takes
+    rows by position; they are those of samples only as long as nothing is kept of earlier forwards."""
+    looks: list[tuple[int, Positions]] = []
+    whole = (0, sum(trial.sizes))
+    with aside():
+        trial.run(*whole)
+        for start, stop in (whole, *bounds(trial.sizes)):
+            looks.append((stop - start, Positions()))
+            with looks[-1][1].watching():
+                trial.run(start, stop)
+    return decides_by_position(looks)
+
+
 def doubled(
     twice: Callable[[int, int], Run], sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]
 ) -> Iterator[Trial]:

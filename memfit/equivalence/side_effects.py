@@ -42,7 +42,16 @@ from memfit.engine.places import (
     VariablePlace,
 )
 from memfit.equivalence.same_values import as_tensor, difference_of, same
-from memfit.equivalence.seen_effects import SeenEffects, Trial, after, from_other_values, is_trained, places_of, seen_of
+from memfit.equivalence.seen_effects import (
+    SeenEffects,
+    Trial,
+    after,
+    decides_once_moved,
+    from_other_values,
+    is_trained,
+    places_of,
+    seen_of,
+)
 from memfit.equivalence.tolerances import Deviation
 from memfit.tracing.sandbox import Traces
 
@@ -141,8 +150,9 @@ def composition_of(
             named = Deviation(place.label, max(difference_of(*each.ends(key)) for each in seen), 0.0, by="moving")
     kept = [place for place in moved.values() if not _is_idle(place, shown, elsewhere)]
     slots += _decided(slots, kept, seen)
-    if named is None and any(each.by_position for each in shown):
-        named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in kept if p.label not in allowed), None)
+    doubted = next((place for place in kept if place.label not in allowed), None)
+    if named is None and doubted is not None and any(each.by_position for each in shown) and decides_once_moved(trial, aside):
+        named = Deviation(doubted.label, 1.0, 0.0, by="moving")
     reset = {slot.place.key for slot in slots}
     steady = frozenset(place.key for place in kept if shown[0].all_move(place.key, reset=place.key in reset))
     return Moves(Composition(slots, kept, draws=draws, steady=steady), named)
