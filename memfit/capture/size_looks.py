@@ -8,6 +8,8 @@ runs neither on fake tensors nor on copies of one sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Look, Positions, decides_by_size, differently_used
+from memfit.engine.alike_draws import AlikeDraws
 from memfit.engine.call_context import uncompiled
 from memfit.engine.random_state import HostRandom
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
@@ -64,25 +67,36 @@ class SizeLooks:
                 guesses.append(arrays.made or bool(world.guesses))
             return samples, found
 
-        def on_real(samples: int, *, warm: bool) -> Look:
-            state.restore()
-            with leave_no_trace(self._model, self._device):
-                return samples, _seen([real(each) for each in _run_for(samples, warm)])
-
         try:
             found = _first(on_fake, sizes, alike)
-            return self._on_real(on_real, sizes, alike) if found is None and any(guesses) else found
         except TraceFailed:
-            return self._on_real(on_real, sizes, alike)
+            found, guesses = None, [True]
         finally:
             state.restore()
+        if found is None and alike and any(guesses):
+            found = self._on_copies(real, sizes)
+            state.restore()
+        return found
 
-    def _on_real(self, look: Callable[..., Look], sizes: Sequence[int], alike: bool) -> int | None:
-        """Return the first of `sizes` that decides by real looks, at as many of these samples as there is room for."""
+    def _on_copies(self, real: Callable[[int], Code], sizes: Sequence[int]) -> int | None:
+        """Return the first of `sizes` that decides by real looks, at as many of these copies as there is room for."""
+        state, draws = HostRandom.capture(), AlikeDraws(MORE)
+
+        def look(samples: int, *, warm: bool) -> Look:
+            state.restore()
+            with leave_no_trace(self._model, self._device):
+                codes = [(each, real(each)) for each in _run_for(samples, warm)]
+                return samples, _seen([partial(_run, draws.given(each), code) for each, code in codes])
+
         try:
-            most = self._most(look)
-            fitting = {size if most is None else min(size, max(MORE + 1, most)): size for size in reversed(sizes)}
-            found = _first(look, sorted(fitting), alike)
+            with leave_no_trace(self._model, self._device), _Allocated() as more, draws.recording():
+                _seen([real(MORE)])
+            with _Allocated() as few:
+                look(FEW, warm=False)
+            each = (more.bytes - few.bytes) / (MORE - FEW)
+            most = max(sizes) if each <= 0 else max(MORE + 1, FEW + int((self._room() - few.bytes) / each))
+            fitting = {min(size, most): size for size in reversed(sizes)}
+            found = _first(look, sorted(fitting), True)
             return None if found is None else fitting[found]
         except Exception as error:  # the script's own, of copies of one sample
             drop_frames(error)
@@ -90,15 +104,10 @@ class SizeLooks:
                 free_unused(self._device)
             return None
 
-    def _most(self, look: Callable[..., Look]) -> int | None:
-        """Return how many samples there is room for if nothing of a forward is freed before its end. None: any number."""
-        allocated = []
-        for samples in (FEW, MORE):
-            with _Allocated() as counted:
-                look(samples, warm=False)
-            allocated.append(counted.bytes)
-        each = (allocated[1] - allocated[0]) / (MORE - FEW)
-        return None if each <= 0 else FEW + int((self._room() - allocated[0]) / each)
+
+def _run(context: AbstractContextManager[None], code: Code) -> None:
+    with context:
+        code()
 
 
 def _run_for(samples: int, warm: bool) -> tuple[int, ...]:
