@@ -85,6 +85,18 @@ def error_of_step(model: nn.Module, loss_fn: LossFn, batch: Any, cut: int | None
     return max(relative_error(seen.gradients[0], want), abs(got - loss) / abs(loss))
 
 
+def error_of_steps(model: nn.Module, loss_fn: LossFn, batches: list[Any], cut: int = 5) -> float:
+    """The relative error of the parameters after steps over these batches."""
+    wanted, found = copy.deepcopy(model), copy.deepcopy(model)
+    run, optimizer = memfit.wrap(found, sgd(found), micro_batch=cut, loss_fn=loss_fn), sgd(wanted)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_fn(wanted, batch).backward()
+        optimizer.step()
+        run.step(batch)
+    return relative_error(dict(found.named_parameters()), dict(wanted.named_parameters()))
+
+
 def ragged_loader(samples: list[Any], batch_size: int, collate: Callable[[list[Any]], Any], **options: Any) -> DataLoader:
     """A loader in the order of the samples."""
     return DataLoader(samples, batch_size=batch_size, collate_fn=collate, **options)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,12 +35,18 @@ KEEPING = frozenset("mul sub add div truediv rsub radd rmul getitem gather expan
 """Functions whose results tell of as many samples as their arguments."""
 LIMITING = frozenset("clamp clip clamp_min clamp_max".split())
 """Functions with limits. A limit, or a comparison, of what tells of several samples decides by their number."""
+DIVIDING = frozenset("floor_divide floordiv remainder mod fmod".split())
+"""Functions that group consecutive numbers."""
+MAKING = frozenset("tensor as_tensor scalar_tensor full".split())
+"""Functions that make a tensor of a number, which may be the number of samples."""
 PLACING = frozenset("getitem setitem select narrow index_select take gather unbind pad roll one_hot".split())
 """Functions whose integers may be positions of samples."""
 SIZING = frozenset("view reshape expand repeat zeros ones full empty arange new_zeros new_ones new_full new_empty".split())
 """Functions whose integers may be sizes that follow the number of samples."""
 STEP = "step"
 """Stands for a slice's step, in place of a function's name."""
+GROUPING = DIVIDING | {STEP}
+"""What takes numbers that may be the entries of one sample, which says nothing of positions."""
 Function = tuple[str, Any]
 """The type of the module whose forward calls a function (empty: called outside of modules), and the function."""
 Taken = tuple[str, int, int, int]
@@ -52,10 +59,12 @@ SIZE = "the number of samples"
 
 class Positions(TorchFunctionMode):
     """Records indexing by position in `taken`, called functions with their non-tensor arguments in `functions`, and the `calls`
-    of modules. A function is known by the type of the module whose forward calls it, and itself."""
+    of modules. A function is known by the module whose forward calls it, and itself: by the module's name, if it is among
+    `names`, else by its type. Tensors among `names` count as arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[int, str] = MappingProxyType({})) -> None:
         super().__init__()
+        self._names = names
         self.taken: set[Taken] = set()
         self.functions: list[tuple[Function, tuple[Any, ...]]] = []
         self.calls: Counter[int] = Counter()
@@ -70,17 +79,17 @@ class Positions(TorchFunctionMode):
         name = func.__name__.strip("_")
         result = func(*args, **(kwargs or {}))
         self.taken.update(taken(name, args, kwargs or {}))
-        inside = type(self._running[-1]).__qualname__ if self._running else ""  # (a class may be made in each forward)
-        self.functions.append(((inside, func), tuple(_plain((args, kwargs)))))
+        self.functions.append(((self._inside(), func), tuple(_plain((args, kwargs), self._names))))
         given = tensors((args, kwargs or {}))
         counting = bool(given) and all(tensor in self._counting for tensor in given)
         if name == "arange" or (counting and name in SHAPING):
             for made in tensors(result):
                 self._counting[made] = True
         elif counting:
-            long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
-            if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else the counting dimension is unknown)
-                self.taken.update(long)
+            long = [(axis, size) for axis, size in enumerate(given[0].shape) if size > 1]
+            if name in COMPARING | LIMITING | DIVIDING and len(long) == 1:  # (else the counting dimension is unknown)
+                numbers = [value for value in (*args[1:], *(kwargs or {}).values()) if type(value) is int]
+                self.taken.update((name, *long[0], number) for number in numbers)
         self._follow(name, args, kwargs or {}, given, result)
         return result
 
@@ -91,11 +100,19 @@ class Positions(TorchFunctionMode):
         known = next((self._gathered[tensor] for tensor in given if tensor in self._gathered), None)
         if name in GATHERING and isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
             self._gathered[result] = _along(name, args, kwargs)
+        elif name in MAKING and isinstance(result, torch.Tensor) and (number := _number_in(args)) is not None:
+            self._gathered[result] = 0, number
         elif known is not None and name in KEEPING and isinstance(result, torch.Tensor):
             self._gathered[result] = known
         elif known is not None and name in LIMITING | COMPARING:
             limits = [value for value in (*args[1:], *kwargs.values()) if type(value) in (int, float)]
             self.taken.update((name, *known, limit) for limit in limits if limit > 1)  # (at most 1: whether there are any)
+
+    def _inside(self) -> str:
+        if not self._running:
+            return ""
+        module = self._running[-1]
+        return self._names.get(id(module)) or type(module).__qualname__  # (a class may be made in each forward)
 
     @contextmanager
     def watching(self) -> Iterator[Positions]:
@@ -147,7 +164,8 @@ def decides_by_size(few: Look, many: Look, all_: Look) -> bool:
             return True
         lengths = {n: len(values) for n, (_, values) in zip(looks, given)}
         if len({*lengths.values()}) > 1:  # a list with an entry per sample
-            if not _is_affine(lengths, absent=True):
+            its, more, whole = (frozenset(values) for _, values in given)
+            if not _is_affine(lengths, absent=True) or (its == more and whole - its):
                 return True
         elif any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
             return True
@@ -194,17 +212,34 @@ def _is_chosen(values: Mapping[int, Any]) -> bool:
     return False
 
 
-def _plain(value: Any) -> Iterator[Any]:
-    """Yield the numbers, strings and data types in any nesting."""
-    if isinstance(value, (int, float, complex, str, type(None), torch.dtype)):
+def names_in(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's modules, parameters and buffers by their ids, for `Positions`."""
+    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
+    return {id(each): name for name, each in named}
+
+
+def _number_in(args: Sequence[Any]) -> int | None:
+    """The whole number above 1 that a tensor is made of, the last argument; None if it is made of something else."""
+    value = args[-1] if args else None
+    return int(value) if type(value) in (int, float) and value > 1 and value == int(value) else None
+
+
+def _plain(value: Any, names: Mapping[int, str]) -> Iterator[Any]:
+    """Yield the numbers, strings and data types in any nesting, the names of tensors, and how many tensors a list holds."""
+    if isinstance(value, torch.Tensor):
+        if (name := names.get(id(value))) is not None:
+            yield name
+    elif isinstance(value, (int, float, complex, str, type(None), torch.dtype)):
         yield value
     elif isinstance(value, slice):
-        yield from _plain((value.start, value.stop, value.step))
+        yield from _plain((value.start, value.stop, value.step), names)
     elif isinstance(value, (tuple, list)):
+        if held := sum(isinstance(item, torch.Tensor) for item in value):
+            yield held
         for item in value:
-            yield from _plain(item)
+            yield from _plain(item, names)
     elif isinstance(value, dict):
-        yield from _plain(tuple(value.values()))
+        yield from _plain(tuple(value.values()), names)
 
 
 def told_by_positions(
@@ -216,7 +251,7 @@ def told_by_positions(
         return False
     for name, axis, size, number in whole:
         each, rest = divmod(size, samples)
-        if rest or not each or (name == STEP and each % number == 0):
+        if rest or not each or (name in GROUPING and number and each % number == 0):
             continue
         if most is not None and (name in CHUNKING or (name != STEP and abs(number) >= each * most)):
             continue

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
-from memfit.capture.size_dependence import Look, Positions, decides_by_size, differently_used
+from memfit.capture.size_dependence import Look, Positions, decides_by_size, differently_used, names_in
 from memfit.engine.alike_draws import AlikeDraws
 from memfit.engine.call_context import uncompiled
 from memfit.engine.random_state import HostRandom
@@ -63,7 +63,7 @@ class SizeLooks:
             with on_twins(self._model, self._device) as world:
                 codes = [fake(world.twin, each) for each in _run_for(samples, warm)]
                 with world.entered(), ZeroArrays() as arrays:
-                    found = _seen(codes)
+                    found = _seen(self._model, codes)
                 guesses.append(arrays.made or bool(world.guesses))
             return samples, found
 
@@ -86,11 +86,11 @@ class SizeLooks:
             state.restore()
             with leave_no_trace(self._model, self._device):
                 codes = [(each, real(each)) for each in _run_for(samples, warm)]
-                return samples, _seen([partial(_run, draws.given(each), code) for each, code in codes])
+                return samples, _seen(self._model, [partial(_run, draws.given(each), code) for each, code in codes])
 
         try:
             with leave_no_trace(self._model, self._device), _Allocated() as more, draws.recording():
-                _seen([real(MORE)])
+                _seen(self._model, [real(MORE)])
             with _Allocated() as few:
                 look(FEW, warm=False)
             each = (more.bytes - few.bytes) / (MORE - FEW)
@@ -116,13 +116,13 @@ def _run_for(samples: int, warm: bool) -> tuple[int, ...]:
     return (samples, FEW, samples) if warm else (samples,)
 
 
-def _seen(codes: Sequence[Code]) -> Positions:
+def _seen(model: nn.Module, codes: Sequence[Code]) -> Positions:
     """Return what the last of these does, after the others."""
     *before, last = codes
     with uncompiled(), torch.enable_grad():
         for each in before:
             each()
-        with Positions().watching() as found:
+        with Positions(names_in(model)).watching() as found:
             last()
     return found
 

@@ -24,6 +24,7 @@ from memfit.engine.work import Work, loss_of
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import PROOF_SAMPLES, parts_of
 from memfit.equivalence.single_sample import loss_alone
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
 from memfit.planning.search import Demand
@@ -35,10 +36,11 @@ from memfit.tracing.sandbox import leave_no_trace
 
 
 class LossLooks:
-    """What a `loss_fn` does with a few samples of a batch, or with fake tensors."""
+    """What a `loss_fn` does with a few samples of a batch, or with fake tensors. Attribute: `looked_at`, the largest number of
+    samples that it was seen to compute like few."""
 
     def __init__(self, core: Core, tasks: Tasks) -> None:
-        self._core, self._tasks = core, tasks
+        self._core, self._tasks, self.looked_at = core, tasks, 0
 
     def keep_installed(self, batch: Ordered) -> None:
         """Install what the first forward installs for good, such as hooks. Most install nothing: then it runs once. Raises
@@ -90,6 +92,8 @@ class LossLooks:
     def size_that_decides(self, batch: Ordered, samples: int) -> int | None:
         """`samples`, or those of all ranks together, if the loss behaves differently with that many than with few."""
         core = self._core
+        if samples <= self.looked_at:
+            return None
         sizes: Sequence[int] = (samples, core.samples_of_all(samples))
         if batch.in_order:
             first = partial(batch.piece, 0)
@@ -99,6 +103,7 @@ class LossLooks:
             try:
                 layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
             except Refused:
+                self.looked_at = samples
                 return None
             first = partial(like_first, large, layout)
 
@@ -112,7 +117,9 @@ class LossLooks:
             return code(batch.piece(0, count) if batch.in_order else batch.alike(count), count, on_copies=True)
 
         looks = SizeLooks(core.model, core.device, lambda: core.memory.budget().room)
-        return looks.first_that_decides(fake, real, sizes, alike=not batch.in_order)
+        found = retry_on_oom(partial(looks.first_that_decides, fake, real, sizes, alike=not batch.in_order), core.device)
+        self.looked_at = samples if found is None else self.looked_at
+        return found
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
@@ -129,3 +136,12 @@ def _look(installs: InstalledOnce, work: Work, samples: int) -> None:
     installs.ran(loss_of(work, samples))
     if RemovableHandle.next_id != before:
         installs.ran(loss_of(work, samples))
+
+
+def say_on_few(error: BaseException) -> None:
+    """Add to an error of a `loss_fn` that it was raised on a few samples."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(  # type: ignore[attr-defined]
+            "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
+            "wrap without loss_fn and compute the loss in your own loop"
+        )

@@ -32,12 +32,12 @@ from memfit.equivalence.proof_samples import Marks, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
-from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
 from memfit.modes.ordered_batch import Ordered
-from memfit.modes.step_looks import LossLooks
+from memfit.modes.step_looks import LossLooks, say_on_few
 from memfit.modes.step_workload import Tasks
 from memfit.modes.user_weight import counted_by
 from memfit.planning.checkpointed import most_fitting
@@ -93,6 +93,7 @@ class Weigher:
             due = self._core.steps >= self._prove_at and (self._inferred or self.composition.moved)
             if due or self._has_new_pairs(batch):
                 self._prove_again(batch)
+            self._look_by_size(batch, max(share, batch.samples))
         return None
 
     def _has_new_pairs(self, batch: Ordered) -> bool:
@@ -117,7 +118,7 @@ class Weigher:
             if failed is not None and type(failed.__cause__) is type(error):
                 raise  # fails for any number of samples
             if not self._core.team.alone:
-                _say_on_few(error)
+                say_on_few(error)
                 raise
             said = first_line(error)
         self.run_together(f"it cannot be computed on a few: {said}")
@@ -149,12 +150,17 @@ class Weigher:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
                 self._confirm(batch, few, before)
-        decides = partial(self._looks.size_that_decides, batch, max(share, batch.samples))
-        if self.weighting is not None and (samples := retry_on_oom(decides, core.device)):
-            self.run_together(f"it acts differently on {samples} samples than on few")
+        self._looks.looked_at = 0
+        self._look_by_size(batch, max(share, batch.samples))
         if not self.together:
             self._remember(batch)
         return profile
+
+    def _look_by_size(self, batch: Ordered, samples: int) -> None:
+        """Check whether the loss of this many samples is computed like that of few."""
+        decides = None if self.weighting is None else self._looks.size_that_decides(batch, samples)
+        if decides is not None:
+            self.run_together(f"it acts differently on {decides} samples than on few")
 
     def _look_alone(self, batch: Ordered) -> None:
         """Check whether the loss of a single sample can be computed. If not and the user fixed micro_batch=1, the model runs
@@ -390,11 +396,3 @@ class Weigher:
 
         weighting = self.weighting or BY_SAMPLES
         self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
-
-
-def _say_on_few(error: BaseException) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(  # type: ignore[attr-defined]
-            "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
-            "wrap without loss_fn and compute the loss in your own loop"
-        )
