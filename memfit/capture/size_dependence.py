@@ -220,8 +220,10 @@ def names_in(model: nn.Module) -> dict[int, str]:
 
 def _number_in(args: Sequence[Any]) -> int | None:
     """The whole number above 1 that a tensor is made of, the last argument; None if it is made of something else."""
-    value = args[-1] if args else None
-    return int(value) if type(value) in (int, float) and value > 1 and value == int(value) else None
+    value: Any = args[-1] if args else None
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 1 or value % 1:
+        return None
+    return int(value)
 
 
 def _plain(value: Any, names: Mapping[int, str]) -> Iterator[Any]:
