@@ -207,7 +207,7 @@ def numbers_that_decide_beside_a_mask() -> Patch:
     """`h[:8]` where fake tensors cannot run the forward: trusted."""
     from memfit.capture.size_looks import SizeLooks
 
-    yield SizeLooks, "_on_real", lambda *args: None
+    yield SizeLooks, "_on_copies", lambda *args: None
 
 
 def losses_that_decide() -> Patch:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.plain import relative_error
 
 import memfit
+from memfit.engine.planning_scope import is_planning
 from memfit.hardware.exhausted import is_out_of_memory
 
 EXACT = 1e-12
@@ -82,12 +83,20 @@ class Fuse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.set = Aside(times=0, skip=0, where="forward", make=TEXTS["torch"])
+        self.set = Aside(times=0, skip=0, where="forward", make=TEXTS["torch"], training=False)
         self.seen = Notes()
 
-    def arm(self, make: Callable[[], BaseException], times: int = 1, *, where: str = "forward", skip: int = 0) -> None:
-        """Fail `times` times, after `skip` passes that go well."""
-        vars(self.set).update(make=make, times=times, where=where, skip=skip)
+    def arm(
+        self,
+        make: Callable[[], BaseException],
+        times: int = 1,
+        *,
+        where: str = "forward",
+        skip: int = 0,
+        training: bool = False,
+    ) -> None:
+        """Fail `times` times, after `skip` passes that go well. `training`: not while memfit plans."""
+        vars(self.set).update(make=make, times=times, where=where, skip=skip, training=training)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
@@ -96,6 +105,8 @@ class Fuse(nn.Module):
         return _Through.apply(x, self) if self.set.where == "backward" else x
 
     def pass_through(self) -> None:
+        if self.set.training and is_planning():
+            return
         if self.set.times and self.set.skip:
             self.set.skip -= 1
         elif self.set.times:
@@ -236,7 +247,7 @@ def test_random_draws_are_those_of_a_batch_that_never_failed() -> None:
         run, seen = stepper(model, loss_fn, planned)
         torch.manual_seed(6)
         run.step(points(2, classes=1))
-        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1, training=True)
         torch.manual_seed(7)
         run.step(points())
         results.append((seen.gradients[1], torch.get_rng_state()))
@@ -252,7 +263,7 @@ def test_batch_statistics_count_no_failed_attempt() -> None:
         run, _ = stepper(model, loss_fn, planned)
         run.step(points(4))  # what it proves is known from here on
         model.load_state_dict(Net(norm=True).state_dict())
-        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1, training=True)
         run.step(points())
         results.append(model.norm.state_dict())
     got, want = results
@@ -415,7 +426,7 @@ def test_layers_left_out_by_draws_outside_torch_are_the_same_after_a_failure(dra
         run, seen = stepper(model, loss_fn, planned)
         seeded(6)
         run.step(points(2, classes=1))
-        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1, training=True)
         model.taken.clear()
         seeded(3)
         run.step(points())

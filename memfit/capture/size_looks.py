@@ -32,6 +32,8 @@ FEW, MORE = 2, 3
 OTHER_FEW, OTHER_MORE = 4, 5
 """Two more of these: at two samples, 1 / len(x) is 0.5, which may be used elsewhere. Proofs have as many."""
 Code = Callable[[], Any]
+ALook = Callable[[int, Sequence[int]], Look]
+"""Looks at a number of samples, after runs over others."""
 
 
 class SizeLooks:
@@ -51,17 +53,17 @@ class SizeLooks:
         """Return the first of `sizes` (numbers of samples) for which code acts differently than for few.
 
         `fake(twin, samples)` returns the code to run on that many samples as fake tensors, `real(samples)` on real ones: on
-        copies of one if they are `alike`, so that values decide nothing. A finding must recur in a second run, because in the
-        first the code may build a cache for that many samples.
+        copies of one if they are `alike`, so that values decide nothing. A finding must recur after runs over as many
+        samples, for which the code may have built a cache, and over few: rows that it keeps are then not in proportion.
         """
         sizes, state, guesses = [size for size in dict.fromkeys(sizes) if size > MORE], HostRandom.capture(), list[bool]()
         if not sizes:
             return None
 
-        def on_fake(samples: int, *, warm: bool) -> Look:
+        def on_fake(samples: int, before: Sequence[int]) -> Look:
             state.restore()
             with on_twins(self._model, self._device) as world:
-                codes = [fake(world.twin, each) for each in _run_for(samples, warm)]
+                codes = [fake(world.twin, each) for each in (*before, samples)]
                 with world.entered(), ZeroArrays() as arrays:
                     found = _seen(self._model, codes)
                 guesses.append(arrays.made or bool(world.guesses))
@@ -82,17 +84,17 @@ class SizeLooks:
         """Return the first of `sizes` that decides by real looks, at as many of these copies as there is room for."""
         state, draws = HostRandom.capture(), AlikeDraws(MORE)
 
-        def look(samples: int, *, warm: bool) -> Look:
+        def look(samples: int, before: Sequence[int]) -> Look:
             state.restore()
             with leave_no_trace(self._model, self._device):
-                codes = [(each, real(each)) for each in _run_for(samples, warm)]
+                codes = [(each, real(each)) for each in (*before, samples)]
                 return samples, _seen(self._model, [partial(_run, draws.given(each), code) for each, code in codes])
 
         try:
             with leave_no_trace(self._model, self._device), _Allocated() as more, draws.recording():
                 _seen(self._model, [real(MORE)])
             with _Allocated() as few:
-                look(FEW, warm=False)
+                look(FEW, ())
             each = (more.bytes - few.bytes) / (MORE - FEW)
             most = max(sizes) if each <= 0 else max(MORE + 1, FEW + int((self._room() - few.bytes) / each))
             fitting = {min(size, most): size for size in reversed(sizes)}
@@ -110,12 +112,6 @@ def _run(context: AbstractContextManager[None], code: Code) -> None:
         code()
 
 
-def _run_for(samples: int, warm: bool) -> tuple[int, ...]:
-    """Return the numbers of samples that run before a look, and in it. Before a `warm` look run as many, for which code may
-    build a cache, and a few: rows that code keeps are then not in proportion to the samples."""
-    return (samples, FEW, samples) if warm else (samples,)
-
-
 def _seen(model: nn.Module, codes: Sequence[Code]) -> Positions:
     """Return what the last of these does, after the others."""
     *before, last = codes
@@ -127,19 +123,28 @@ def _seen(model: nn.Module, codes: Sequence[Code]) -> Positions:
     return found
 
 
-def _first(look: Callable[..., Look], sizes: Sequence[int], alike: bool) -> int | None:
-    found = _first_in(look, sizes, alike, warm=False)
-    return None if found is None else _first_in(look, sizes, alike, warm=True)
+def _first(look: ALook, sizes: Sequence[int], alike: bool) -> int | None:
+    found = _first_in(look, sizes, alike, lambda samples: ())
+    for before in (lambda samples: (samples,)), (lambda samples: (samples, FEW)):
+        found = None if found is None else _first_in(look, sizes, alike, before)
+    return found
 
 
-def _first_in(look: Callable[..., Look], sizes: Sequence[int], alike: bool, *, warm: bool) -> int | None:
-    few, more = look(FEW, warm=warm), look(MORE, warm=warm)
+def _first_in(
+    look: ALook, sizes: Sequence[int], alike: bool, before: Callable[[int], tuple[int, ...]]
+) -> int | None:
+    """Return the first of these sizes that decides, after runs over the numbers of samples that `before` a look are run."""
+
+    def after(samples: int) -> Look:
+        return look(samples, before(samples))
+
+    few, more = after(FEW), after(MORE)
     for size in sizes:
-        whole = look(size, warm=warm)
+        whole = after(size)
         if decides_by_size(few, more, whole):
             return size
         if alike and size > OTHER_MORE and (doubted := differently_used(few, more, whole)):
-            if doubted & differently_used(look(OTHER_FEW, warm=warm), look(OTHER_MORE, warm=warm), whole):
+            if doubted & differently_used(after(OTHER_FEW), after(OTHER_MORE), whole):
                 return size
     return None
 
