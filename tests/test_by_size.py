@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import memfit
 from memfit import Refused
 from memfit.capture.size_dependence import Positions
+from memfit.capture.size_looks import SizeLooks
 
 X, Y = points(24)
 EXACT, MOST = 1e-12, 8
@@ -313,3 +314,42 @@ def test_modules_of_other_threads_call_none_of_this_ones_functions() -> None:
         released.set()
         waiting.result()
     assert [(inside, func) for (inside, func), _ in found.functions] == [("", torch.tanh)]
+
+
+def test_copies_of_one_sample_take_no_more_than_there_is_room_for() -> None:
+    ran = list[int]()
+
+    def real(samples: int) -> Callable[[], Tensor]:
+        def pairs() -> Tensor:
+            ran.append(samples)
+            return torch.cdist(x := torch.ones(samples, 3), x) if samples else x
+
+        return pairs
+
+    def untraceable(twin: Callable[[Tensor], Tensor], samples: int) -> Callable[[], Tensor]:
+        return lambda: twin(torch.ones(samples, 3))[twin(torch.ones(samples)).cumsum(0) > 0]
+
+    room = 1 << 20
+    looks = SizeLooks(mlp(), torch.device("cpu"), lambda: room)
+    assert looks.first_that_decides(untraceable, real, (100_000,), alike=True) is None
+    assert 100 < max(ran) and 4 * max(ran) ** 2 <= room
+
+
+@pytest.mark.slow
+def test_code_that_does_not_end_on_copies_of_one_sample_is_stopped() -> None:
+    def search(m: nn.Module, b: Any) -> Tensor:
+        found = 0
+        while b[0][found, 0].item() == b[0][-1, 0].item():
+            found = (found + 1) % len(b[0])
+        return F.cross_entropy(m(b[0]), b[1])
+
+    looks = SizeLooks(mlp(), torch.device("cpu"), lambda: 1 << 30)
+    alike = (torch.ones(1, 7).double(), torch.zeros(1).long())
+
+    def real(samples: int) -> Callable[[], Tensor]:
+        return lambda: search(mlp(), tuple(part.expand(samples, *part.shape[1:]) for part in alike))
+
+    def untraceable(twin: Callable[[Tensor], Tensor], samples: int) -> Callable[[], Tensor]:
+        return lambda: twin(torch.ones(samples)).nonzero()
+
+    assert looks.first_that_decides(untraceable, real, (12,), alike=True) is None

@@ -7,7 +7,7 @@ runs neither on fake tensors nor on copies of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit._errors import RankFailed
 from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Look, Positions, decides_by_size, differently_used, names_in
 from memfit.engine.alike_draws import AlikeDraws
@@ -91,15 +92,17 @@ class SizeLooks:
                 return samples, _seen(self._model, [partial(_run, draws.given(each), code) for each, code in codes])
 
         try:
-            with leave_no_trace(self._model, self._device), _Allocated() as more, draws.recording():
+            with leave_no_trace(self._model, self._device), draws.recording():
                 _seen(self._model, [real(MORE)])
-            with _Allocated() as few:
-                look(FEW, ())
-            each = (more.bytes - few.bytes) / (MORE - FEW)
-            most = max(sizes) if each <= 0 else max(MORE + 1, FEW + int((self._room() - few.bytes) / each))
+            most = max(sizes)
+            needed = _extrapolated({samples: _allocated_in(partial(look, samples, ())) for samples in (FEW, MORE, OTHER_MORE)})
+            while most > MORE + 1 and needed(most) > self._room():
+                most = max(MORE + 1, most // 2)
             fitting = {min(size, most): size for size in reversed(sizes)}
             found = _first(look, sorted(fitting), True)
             return None if found is None else fitting[found]
+        except RankFailed:
+            raise
         except Exception as error:  # the script's own, of copies of one sample
             drop_frames(error)
             if is_out_of_memory(error):
@@ -110,6 +113,20 @@ class SizeLooks:
 def _run(context: AbstractContextManager[None], code: Code) -> None:
     with context:
         code()
+
+
+def _allocated_in(run: Code) -> int:
+    with _Allocated() as counted:
+        run()
+    return counted.bytes
+
+
+def _extrapolated(known: Mapping[int, int]) -> Callable[[int], float]:
+    """Return the polynomial of degree 2 through three points: what is computed of all pairs grows with the square."""
+    (a, at_a), (b, at_b), (c, at_c) = known.items()
+    slope = (at_b - at_a) / (b - a)
+    bend = max(0.0, ((at_c - at_b) / (c - b) - slope) / (c - a))
+    return lambda samples: at_a + (samples - a) * (slope + (samples - b) * bend)
 
 
 def _seen(model: nn.Module, codes: Sequence[Code]) -> Positions:
